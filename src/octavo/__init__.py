@@ -1,0 +1,1 @@
+"""Octavo: serve transformers to many users from little memory."""

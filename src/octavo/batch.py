@@ -1,0 +1,55 @@
+"""The tensors of one engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Everything that the model needs for one step. Sequences lie packed, one after the other.
+
+    Attributes:
+        token_ids: ``[num_tokens]`` int64, the tokens to compute.
+        positions: ``[num_tokens]`` int64, their absolute positions.
+        slot_mapping: ``[num_tokens]`` int64, where each token's K and V go:
+            ``block * block_size + offset``; -1 is padding, nothing is written.
+        block_table: ``[num_seqs, max_blocks]`` int32, the blocks of each sequence in order of
+            position; rows are padded with 0, which is never read past ``seq_lens``.
+        seq_lens: ``[num_seqs]`` int32, keys of each sequence *including this step's*.
+        cu_seqlens_q: ``[num_seqs + 1]`` int32, where each sequence's rows start in ``token_ids``.
+        logits_rows: ``[num_logits]`` int64, the rows of ``token_ids`` whose logits are wanted.
+
+    Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
+    with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
+    prompt is longer, so only A's row yields logits::
+
+        token_ids    = [a5, b4, b5, b6]
+        positions    = [ 5,  4,  5,  6]
+        slot_mapping = [ 9, 12, 13, 14]     # 2*4+1, 3*4+0, 3*4+1, 3*4+2
+        block_table  = [[7, 2], [9, 3]]
+        seq_lens     = [ 6,  7]
+        cu_seqlens_q = [ 0,  1,  4]
+        logits_rows  = [ 0]
+
+    Query row i of sequence s stands at absolute position
+    ``seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`` and sees the keys 0 up to there.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    logits_rows: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]

@@ -1,0 +1,75 @@
+"""The attention contract that every backend honours, and the explicit choice of a backend.
+
+This package knows tensors only: no requests, no scheduler, no configuration of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+#: Every row is computed as partials over fixed spans of this many absolute positions, merged in
+#: the order of position, so that a result never depends on chunks, batch or threads.
+SPAN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What a backend must be able to serve; ``why_not`` answers it before anything runs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: torch.dtype
+    device: str
+    need_lse: bool = False
+
+
+class AttentionMeta(NamedTuple):
+    """The integer tensors of one step, as in ``ForwardBatch`` (see there for an example).
+
+    ``block_table`` [num_seqs, max_blocks] int32; ``seq_lens`` [num_seqs] int32, keys including this
+    step's; ``cu_seqlens_q`` [num_seqs + 1] int32.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+
+
+class KVLayer(NamedTuple):
+    """One layer's cache and constants.
+
+    ``key`` and ``value`` are each [num_blocks, num_kv_heads, block_size, head_dim], float32 or
+    float16; ``scale`` multiplies q.k; ``window`` is the sliding window in tokens (a query at p sees
+    max(0, p - window + 1) .. p) or None.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None = None
+
+
+class Kernel(Protocol):
+    """What a backend module provides."""
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """One sentence why this backend cannot serve ``spec``, or None when it can."""
+        ...
+
+    def plan(self, meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> Any:
+        """Whatever is worth computing once a step and reusing in every layer."""
+        ...
+
+    def attend(self, q: torch.Tensor, kv: KVLayer, plan: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention by absolute position through the block table.
+
+        ``q`` is [num_tokens, num_heads, head_dim] float32. Returns ``out`` of the same shape and, if
+        the spec asked for it, ``lse`` [num_tokens, num_heads] float32: the log-sum-exp of the scaled
+        scores over the visible keys (else None).
+        """
+        ...

@@ -1,0 +1,244 @@
+"""What a user asks for and what comes back: plain data, no tensors.
+
+Only the scheduler changes a :class:`Request`; everybody else reads it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_N = 256
+MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 100
+MAX_TEMPERATURE = 100.0
+#: Below this a temperature is treated as 0 (greedy): dividing by it would overflow float32.
+MIN_TEMPERATURE = 1e-3
+
+
+class Status(enum.Enum):
+    """The life of a request. A preempted request goes back to RUNNING; FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults are those of vLLM's ``SamplingParams``.
+
+    A bad value raises ``ValueError`` with one sentence that names the field and its range.
+
+    Attributes:
+        n: choices to generate for the prompt, 1 to ``MAX_N``; they share the prompt's blocks.
+        temperature: 0 is greedy; anything below ``MIN_TEMPERATURE`` is treated as 0.
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: keep the k most probable tokens; 0 or -1 keeps all; clamped to the vocabulary.
+        min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
+        repetition_penalty: > 0; counts tokens of the prompt and of the output.
+        presence_penalty: in [-2, 2]; counts tokens of the output only.
+        frequency_penalty: in [-2, 2]; counts tokens of the output only.
+        logit_bias: token id -> number added to its logit (-inf forbids the token).
+        seed: makes the draw reproducible, alone or in any batch; drawn at admission when None.
+        stop: strings that end the text; the text ends before them.
+        stop_token_ids: token ids that end the text, beside the model's own end tokens.
+        min_tokens: end tokens are forbidden before this many output tokens.
+        max_tokens: output tokens at most; 0 scores the prompt only; None is the rest of the context.
+        ignore_eos: go on past the model's end tokens.
+        logprobs: report the log-probabilities of this many best tokens (and of the chosen one).
+        prompt_logprobs: the same for every prompt token; computes the whole prompt, cached or not.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_range("n", self.n, 1, MAX_N)
+        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be -1 or 0 (all tokens) or positive, got {self.top_k}")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            if math.isnan(bias) or bias == math.inf:
+                raise ValueError(f"logit_bias[{token_id}] must be a number or -inf, got {bias}")
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
+        if any(not s for s in self.stop_strings):
+            raise ValueError("stop must not contain an empty string: it would end every text at once")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise ValueError(f"max_tokens must be 0 or more, got {self.max_tokens}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must be 0 or more, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 0, MAX_LOGPROBS)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, whatever form the user gave."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most probable token is taken without a draw."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence that the engine extends: one choice of one prompt.
+
+    There are no phases: a request only ever catches up with its tokens, from
+    ``num_computed_tokens`` (K and V are in the cache) to ``num_tokens`` (prompt + output).
+
+    Attributes:
+        id: unique in the engine, never reused.
+        label: the caller's own name for it; two requests may carry the same.
+        prompt_token_ids: the prompt, at least one token.
+        params: how to sample; shared by the choices of a prompt.
+        eos_token_ids: the model's end tokens (empty when the request ignores them).
+        max_tokens: output tokens at most, resolved against max_model_len at admission.
+        seed: the seed of its draws, resolved at admission.
+        choice: 0 .. n-1.
+        arrival: rises by one a request; the lower is the older.
+        priority: the lower goes first; ties by arrival.
+        cache_salt: requests share cached blocks only under the same salt.
+    """
+
+    id: int
+    label: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    seed: int = 0
+    choice: int = 0
+    arrival: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    #: Tokens taken from the prefix cache at the first admission; fixed from then on.
+    num_cached_tokens: int | None = None
+    #: Why the prefix stopped matching, in words, and the first token that had to be computed.
+    cache_miss_reason: str | None = None
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens together."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output tokens, a new list."""
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log-probability of one token at one position, and its rank there (1 = the best)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One choice of a request, so far or whole.
+
+    ``finish_reason`` is "stop", "length", "abort", "error", or None while it runs; ``stop_reason``
+    is the stop string or stop token id that ended it, None for the model's own end token.
+    ``logprobs`` has one dict per output token, from token id to :class:`Logprob`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """Times in seconds from ``time.monotonic()``; None where it has not happened yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """The answer to one prompt: its choices, and what the prefix cache did for it.
+
+    ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
+    nothing comes before it. ``cache_miss_reason`` says where and why the prefix stopped matching.
+    ``error`` is one sentence when the request was refused or failed; then there are no outputs.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+    cache_miss_reason: str | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
