@@ -5,8 +5,9 @@ This package knows tensors only: no requests, no scheduler, no configuration of 
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -73,3 +74,14 @@ class Kernel(Protocol):
         scores over the visible keys (else None).
         """
         ...
+
+
+#: The interchangeable backends, slowest first, and "reference", the oracle they are tested against.
+BACKENDS = ("reference", "loop", "bmm", "sdpa", "fused")
+
+
+def get(name: str) -> Kernel:
+    """The backend called ``name``. Raises ValueError for an unknown name."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return cast(Kernel, importlib.import_module(f"octavo.kernels.{name}"))

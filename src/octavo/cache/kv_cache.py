@@ -1,0 +1,60 @@
+"""The tensors of the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class KVCache:
+    """K and V of every layer, in blocks.
+
+    ``key`` and ``value`` are each ``[num_layers, num_blocks, num_kv_heads, block_size, head_dim]``.
+    Which block belongs to whom is the block pool's business; this class only moves rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        kv_dtype: str = "float32",
+        device: str = "cpu",
+    ) -> None:
+        if kv_dtype not in DTYPES:
+            raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {kv_dtype!r}")
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        # zeros, not empty: a masked key's weight is exactly 0, but 0 * (garbage NaN) would not be.
+        self.key = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
+        self.value = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
+        self.block_size = block_size
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
+        return self.key[index], self.value[index]
+
+    def write(self, index: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Store this step's rows in layer ``index``.
+
+        ``k`` and ``v`` are ``[num_tokens, num_kv_heads, head_dim]``; ``slot_mapping`` ``[num_tokens]``
+        int64 has no pad (-1) rows here: the runner never pads on the CPU.
+        """
+        block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
+        self.key[index][block, :, offset] = k.to(self.key.dtype)
+        self.value[index][block, :, offset] = v.to(self.value.dtype)
+
+    def copy_rows(self, src: int, dst: int, num_rows: int) -> None:
+        """Copy the first ``num_rows`` positions of block ``src`` to block ``dst``, in every layer."""
+        for cache in (self.key, self.value):
+            cache[:, dst, :, :num_rows] = cache[:, src, :, :num_rows]
+
+
+def bytes_per_block(
+    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, kv_dtype: str
+) -> int:
+    """Bytes that one block takes over all layers, K and V together."""
+    return 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
