@@ -209,7 +209,13 @@ class LLM:
         return copy.deepcopy(self.engine.metrics)
 
     def _encoder(self, text: str) -> Callable[[], Sequence[int]]:
-        return lambda: self.tokenizer.encode(text)
+        def encode() -> Sequence[int]:
+            ids = self.tokenizer.encode(text)
+            if not ids:
+                raise ValueError(self.tokenizer.EMPTY_PROMPT)
+            return ids
+
+        return encode
 
     def _chat_encoder(self, messages: Sequence[Message]) -> Callable[[], Sequence[int]]:
         return lambda: self.tokenizer.apply_chat_template(messages)
