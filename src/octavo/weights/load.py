@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,15 +90,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _gguf_tensors(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
-    # Private pages of the file: nothing is read until a tensor asks for it, and nothing is ever written back.
-    size = file.path.stat().st_size
-    raw = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
+    raw = np.memmap(file.path, np.uint8, "r").view(np.ndarray)
     for name, info in file.tensors.items():
-        if info.offset + info.num_bytes > size:
+        if info.offset + info.num_bytes > raw.size:
             raise WeightsError(f"{file.path.name} has changed since it was opened")
-        tensor = dequantize(info, raw[info.offset : info.offset + info.num_bytes])
+        values = dequantize(info, raw[info.offset : info.offset + info.num_bytes])
         hf_name = gguf_names.hf_name(file, name)
-        yield hf_name, gguf_names.hf_layout(file, hf_name, tensor)
+        yield hf_name, torch.from_numpy(gguf_names.hf_layout(file, hf_name, values))
 
 
 def load_into(
