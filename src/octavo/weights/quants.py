@@ -33,9 +33,7 @@ def dequantize(info: TensorInfo, data: Tensor) -> Tensor:
     formula = _FORMULAS.get(info.ggml_type)
     if formula is None:
         known = ", ".join([*_PLAIN, *_FORMULAS])
-        raise WeightsError(
-            f"tensor {info.name!r} has the type {info.ggml_type}, which cannot be dequantised; supported are {known}"
-        )
+        raise WeightsError(f"tensor {info.name!r} has the type {info.ggml_type}, supported are {known}")
     kind = _TYPES[info.ggml_type]
     blocks = data.view(-1, kind.block_bytes)
     rows = out.view(-1, kind.block_size)
@@ -127,7 +125,7 @@ def _q5_k(blocks: Tensor, out: Tensor) -> None:
 
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
-    """Two halves of 128; in each, values 0-63 have the low nibbles of 64 bytes and values 64-127 the high ones."""
+    """Two halves of 128; in each, values 0-63 are the low nibbles of 64 bytes, 64-127 the high ones."""
     low = blocks[:, 0:128].reshape(-1, 2, 1, 2, 32)
     low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
