@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.tokenizer.errors import ChatTemplateError
 
@@ -67,7 +68,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (abs(right) <= MAX_EXPONENT and abs(left) <= MAX_CHARACTERS):
-            raise SecurityError(f"it takes a power with an exponent above {MAX_EXPONENT}, or of a huge number")
+            raise SecurityError(
+                f"it takes a power with an exponent above {MAX_EXPONENT}, or of a huge number"
+            )
         if operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and len(many) * int(times) > MAX_CHARACTERS:
@@ -81,7 +84,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if name in _PADDING and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args):
             raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
         if name in {"format", "format_map"}:
-            owner = getattr(function, "__self__", "")
+            # The sandbox wraps str.format when the attribute is looked up.
+            owner = getattr(getattr(function, "__wrapped__", function), "__self__", "")
             if isinstance(owner, str) and (_WIDE.search(owner) or re.search(r"\{[^{}]*:[^{}]*\{", owner)):
                 raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
         return _bounded(super().call(context, function, *args, **kwargs))
@@ -173,7 +177,9 @@ class ChatTemplate:
         except SecurityError as error:
             raise ChatTemplateError(f"the chat template does what it may not: {_reason(error)}") from error
         except jinja2.UndefinedError as error:
-            raise ChatTemplateError(f"the chat template needs what it was not given: {_reason(error)}") from error
+            raise ChatTemplateError(
+                f"the chat template needs what it was not given: {_reason(error)}"
+            ) from error
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {_reason(error)}") from error
         except Exception as error:
@@ -182,7 +188,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _filtered(expression: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(expression: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(expression, name, [], [], None, None, lineno=expression.lineno)
 
 
