@@ -185,6 +185,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> tuple[tokenize
         fuse_unk=True,
         unk_token=None if unknown is None else vocab.tokens[unknown],
     )
+    # Where a model has it, the space comes before the first word behind an added token too.
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     replace = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
