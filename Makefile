@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
 PYTEST_ARGS ?= -m "not slow"
 DEMO_ARGS ?=
@@ -46,8 +47,8 @@ $(READY): $(BUILD_INPUTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip freeze | grep '^torch==' > $(VENV)/torch-constraint.txt
-	$(BIN)/python -m pip install --constraint $(VENV)/torch-constraint.txt --editable '.[dev]'
+	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" > $(CONSTRAINT)
+	$(BIN)/python -m pip install --constraint $(CONSTRAINT) --editable '.[dev]'
 	touch $@
 
 clean:
