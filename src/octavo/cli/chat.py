@@ -83,7 +83,9 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """Run the chat until the end of input or /exit. Piped input is one turn a line."""
     console = Console(highlight=False, soft_wrap=True)
     limit = llm.max_model_len
-    conversation = Conversation(lambda messages: len(llm.tokenizer.apply_chat_template(messages)), limit, system)
+    conversation = Conversation(
+        lambda messages: len(llm.tokenizer.apply_chat_template(messages)), limit, system
+    )
     interactive = sys.stdin.isatty()
     if interactive:
         console.print(f"{llm.model_name} · context {limit:,} tokens · /help lists the commands", style="dim")
@@ -135,9 +137,7 @@ def _command(line: str, conversation: Conversation, console: Console) -> str | N
     return None
 
 
-def _turn(
-    llm: LLM, params: SamplingParams, conversation: Conversation, text: str, console: Console
-) -> None:
+def _turn(llm: LLM, params: SamplingParams, conversation: Conversation, text: str, console: Console) -> None:
     def write(piece: str) -> None:
         console.print(piece, end="", markup=False)
 
@@ -164,4 +164,6 @@ def _turn(
         conversation.take_back()
     console.print(answer.summary(), style="dim", markup=False)
     if answer.output and answer.output.outputs[0].finish_reason == "length":
-        console.print("The answer was cut at its longest length (--max-tokens, or the context's end).", style="dim")
+        console.print(
+            "The answer was cut at its longest length (--max-tokens, or the context's end).", style="dim"
+        )

@@ -28,5 +28,7 @@ def models() -> None:
 
     table = Table("name", "source", "size", "licence", "pulled", box=None, pad_edge=False)
     for name, model in hub.MODELS.items():
-        table.add_row(name, model.source, f"{model.size / 1e6:,.0f} MB", model.licence, "yes" if model.pulled else "-")
+        table.add_row(
+            name, model.source, f"{model.size / 1e6:,.0f} MB", model.licence, "yes" if model.pulled else "-"
+        )
     Console(soft_wrap=True).print(table)

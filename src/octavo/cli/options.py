@@ -28,6 +28,25 @@ def parse_lengths(text: str) -> list[int]:
     return [parse_length(part) for part in text.split(",")]
 
 
+def check_size(text: str | None) -> str | None:
+    """An option callback that accepts what the engine takes as a size, such as 2GiB."""
+    if text is not None:
+        from octavo.engine.resources import parse_size
+
+        try:
+            parse_size(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    return text
+
+
+def check_block_size(value: int) -> int:
+    """An option callback that accepts the block sizes of the engine."""
+    if not 1 <= value <= 256 or value & (value - 1):
+        raise typer.BadParameter(f"expected a power of two from 1 to 256, got {value}")
+    return value
+
+
 def one_of(*allowed: str) -> Any:
     """An option callback that accepts only these words."""
 
@@ -45,7 +64,7 @@ ENGINE = "Engine"
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="[MODEL]", help="A name from `octavo models`, a local folder or .gguf file, or a hub name."
+        metavar="MODEL", help="A name from `octavo models`, a local folder or .gguf file, or a hub name."
     ),
 ]
 Attention = Annotated[
@@ -59,7 +78,9 @@ Attention = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, help="Threads; by default the CPUs that this process may use.", rich_help_panel=ENGINE),
+    typer.Option(
+        min=1, help="Threads; by default the CPUs that this process may use.", rich_help_panel=ENGINE
+    ),
 ]
 KVDtype = Annotated[
     str,
@@ -73,13 +94,19 @@ KVDtype = Annotated[
 KVCacheMemory = Annotated[
     str | None,
     typer.Option(
+        callback=check_size,
         metavar="SIZE",
         help="Memory for K and V, such as 2GiB or 512MiB; by default a share of what is free.",
         rich_help_panel=ENGINE,
     ),
 ]
 BlockSize = Annotated[
-    int, typer.Option(help="Tokens in a block of K and V: a power of two from 1 to 256.", rich_help_panel=ENGINE)
+    int,
+    typer.Option(
+        callback=check_block_size,
+        help="Tokens in a block of K and V: a power of two from 1 to 256.",
+        rich_help_panel=ENGINE,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
@@ -95,7 +122,9 @@ Temperature = Annotated[
 ]
 TopP = Annotated[
     float,
-    typer.Option(help="Keep the most probable tokens that add up to this, in (0, 1].", rich_help_panel=SAMPLING),
+    typer.Option(
+        help="Keep the most probable tokens that add up to this, in (0, 1].", rich_help_panel=SAMPLING
+    ),
 ]
 TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)]
 MinP = Annotated[
@@ -106,9 +135,12 @@ MinP = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer in tokens.", rich_help_panel=SAMPLING)]
 Seed = Annotated[
-    int | None, typer.Option(help="Makes the answer reproducible; drawn when left out.", rich_help_panel=SAMPLING)
+    int | None,
+    typer.Option(help="Makes the answer reproducible; drawn when left out.", rich_help_panel=SAMPLING),
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="TEXT", help="End the answer before this text; may be repeated.", rich_help_panel=SAMPLING
+    ),
 ]

@@ -40,7 +40,8 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         bool, typer.Option("--json", help="With --prompt: print one JSON object instead of the text.")
     ] = False,
     raw: Annotated[
-        bool, typer.Option("--raw", help="With --prompt: continue the text as it is, without the chat template.")
+        bool,
+        typer.Option("--raw", help="With --prompt: continue the text as it is, without the chat template."),
     ] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt of the chat.")] = None,
     temperature: opt.Temperature = 0.7,
@@ -59,8 +60,9 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
 ) -> None:
     """Chat with a model, or answer one --prompt.
 
-    Without --prompt it reads turns from the terminal, or one turn a line from a pipe, until the end of
-    input. /help in the chat lists its commands; Ctrl-C stops an answer.
+    Without --prompt it reads turns from the terminal, or one turn a line from a pipe, to the end of input.
+
+    In the chat, /help lists its commands and Ctrl-C stops an answer.
     """
     if prompt is None and (as_json or raw):
         raise CommandError(f"{'--json' if as_json else '--raw'} needs --prompt", USAGE)
