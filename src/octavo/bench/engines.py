@@ -47,7 +47,8 @@ class OctavoSession:
         self._cached = 0
 
     def reset(self) -> None:
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise ValueError("the prefix cache could not be emptied")
         self._cached = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Reply:

@@ -40,7 +40,7 @@ def _config(checkpoint: Checkpoint) -> Any:
     config = ModelConfig.from_gguf(checkpoint.metadata)
     if checkpoint.metadata["general.architecture"] != "llama" or config.rope.scaling != "none":
         raise ValueError(
-            "only a Llama GGUF without rope scaling can be handed to transformers; give a folder of safetensors"
+            "transformers can be handed only a Llama GGUF without rope scaling; give a folder of safetensors"
         )
     return LlamaConfig(
         vocab_size=config.vocab_size,

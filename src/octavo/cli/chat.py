@@ -148,7 +148,7 @@ def _turn(llm: LLM, params: SamplingParams, conversation: Conversation, text: st
         console.print(f"{error}", style="yellow", markup=False)
         return
     if dropped:
-        turns = "turn" if dropped == 1 else f"{dropped} turns"
+        turns = "turn was" if dropped == 1 else f"{dropped} turns were"
         console.print(f"The context is full: the oldest {turns} dropped; /new starts again.", style="yellow")
     try:
         with plainly():
