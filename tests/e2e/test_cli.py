@@ -136,7 +136,7 @@ GREEDY = ("--temperature", "0", "--kv-cache-memory", "256MiB")
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("default_model")
+@pytest.mark.usefixtures("smollm2_path")
 class TestWithTheModel:
     def ask(self, *args: str):
         result = octavo("run", MODEL, *GREEDY, "--json", *args)
@@ -216,7 +216,7 @@ def read_until(fd: int, words: str, seconds: float = 60.0) -> str:
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("default_model")
+@pytest.mark.usefixtures("smollm2_path")
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
     child, fd = pty.fork()
     if child == 0:
@@ -240,7 +240,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("default_model")
+@pytest.mark.usefixtures("smollm2_path")
 def test_ctrl_c_in_a_one_shot_answer_is_exit_130():
     code = "from octavo.cli import main; main()"
     args = ["run", MODEL, *GREEDY, "--max-tokens", "4000", "--raw", "--prompt", "One, two, three, four,"]

@@ -12,7 +12,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "shared_prompt.py"
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("default_model")
+@pytest.mark.usefixtures("smollm2_path")
 def test_the_demo_serves_its_chats_from_one_prefix():
     result = subprocess.run(
         [sys.executable, str(DEMO), "--max-tokens", "3", "--chats", "5"],
