@@ -50,12 +50,13 @@ def test_every_command_has_help(command):
 
 
 def test_help_imports_no_torch_and_is_quick():
+    # Processor time, start-up included: a busy machine must not make this fail.
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from octavo.cli import app\n"
         "app(['run', '--help'], standalone_mode=False)\n"
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
-        "print(sorted(heavy), time.perf_counter() - start, file=sys.stderr)"
+        "print(sorted(heavy), time.process_time(), file=sys.stderr)"
     )
     seconds = []
     for _ in range(3):

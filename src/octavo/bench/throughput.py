@@ -95,8 +95,14 @@ def token_ids(model: str, text: Path) -> list[int]:
     """The ids of the whole text under the model's tokenizer."""
     from octavo.tokenizer import Tokenizer
     from octavo.weights import hub
+    from octavo.weights.load import open_checkpoint
 
-    return Tokenizer.load(hub.resolve(model)).encode(text.read_text(encoding="utf-8"))
+    checkpoint = open_checkpoint(hub.resolve(model))
+    if checkpoint.kind == "hf":
+        tokenizer = Tokenizer.from_hf(checkpoint.path)
+    else:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    return tokenizer.encode(text.read_text(encoding="utf-8"))
 
 
 def _in_own_process(settings: Settings, workload: Workload, engine: str, repeats: int) -> dict[str, Any]:
