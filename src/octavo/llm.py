@@ -200,9 +200,9 @@ class LLM:
         encode = self._chat_encoder(messages)
         yield from self._stream(_Job(None, encode, sampling_params or SamplingParams(), priority, cache_salt))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix; False, and nothing happens, while a stream is open."""
-        return self.engine.reset_prefix_cache()
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
 
     def metrics(self) -> EngineMetrics:
         """Counters and times since the start, a copy."""

@@ -32,7 +32,9 @@ def test_sizes(text, num_bytes):
     assert resources.parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB "])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB "]
+)
 def test_bad_sizes_are_refused_in_one_sentence(text):
     with pytest.raises(ValueError, match="a size"):
         resources.parse_size(text)

@@ -21,7 +21,9 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
         raise ValueError(f"the prompt has {len(ids)} tokens, more than max_model_len ({max_model_len})")
     if min(ids) < 0 or max(ids) >= vocab_size:
         place, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
-        raise ValueError(f"token id {token} at position {place} of the prompt is not in 0 .. {vocab_size - 1}")
+        raise ValueError(
+            f"token id {token} at position {place} of the prompt is not in 0 .. {vocab_size - 1}"
+        )
     return ids
 
 

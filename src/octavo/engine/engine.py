@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
 from octavo.engine import admission
-from octavo.engine.metrics import EngineMetrics, PoolUsage
+from octavo.engine.metrics import EngineMetrics
 from octavo.engine.runner import Runner, StepResult
-from octavo.engine.scheduler import Scheduler, SchedulerOutput
+from octavo.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
 from octavo.request import (
     CompletionOutput,
     Logprob,
@@ -33,7 +33,6 @@ class _Choice:
     text: str = ""
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
-    scheduled: bool = False
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
@@ -150,15 +149,12 @@ class Engine:
             entry, choice = self._owner[request.id]
             self._close(entry, choice)
             touched[entry.id] = entry
-        self.metrics.num_preemptions += len(output.preempted)
         if output.scheduled:
             self._note_first_scheduled(output, start)
             self._runner.copy_blocks(output.copies)
             result = self._runner.run(output.scheduled)
             self._take(output, result, touched)
-            self.metrics.num_steps += 1
-            self.metrics.computed_tokens += sum(share.num_tokens for share in output.scheduled)
-            self.metrics.step_time.observe(time.monotonic() - start)
+            self._note_step(time.monotonic() - start)
         elif not output.ended and self._scheduler.has_unfinished():
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
         outputs = [self._output(entry) for entry in touched.values()]
@@ -183,18 +179,14 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._entries)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix. False, and nothing happens, while requests are running."""
-        return self._scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; what runs goes on with its own blocks."""
+        self._scheduler.reset_prefix_cache()
 
-    def pool_usage(self) -> PoolUsage:
-        stats = self._scheduler.stats
-        return PoolUsage(
-            num_blocks=stats.num_blocks,
-            num_free=stats.num_free_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-        )
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """Queue and pool at this moment."""
+        return self._scheduler.stats
 
     def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(
@@ -207,14 +199,17 @@ class Engine:
 
     def _note_first_scheduled(self, output: SchedulerOutput, now: float) -> None:
         for share in output.scheduled:
-            entry, choice = self._owner[share.request.id]
-            if choice.scheduled:
-                continue
-            choice.scheduled = True
-            entry.first_scheduled_time = entry.first_scheduled_time or now
-            if share.request.params.prompt_logprobs is None:
-                self.metrics.prefix_queries += len(share.request.prompt_token_ids)
-                self.metrics.prefix_hits += share.request.num_cached_tokens or 0
+            entry, _ = self._owner[share.request.id]
+            if entry.first_scheduled_time is None:
+                entry.first_scheduled_time = now
+
+    def _note_step(self, seconds: float) -> None:
+        stats, metrics = self._scheduler.stats, self.metrics
+        metrics.num_steps += 1
+        metrics.step_time.observe(seconds)
+        metrics.computed_tokens = stats.scheduled_tokens
+        metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
+        metrics.num_preemptions, metrics.num_evictions = stats.preemptions, stats.evictions
 
     def _take(self, output: SchedulerOutput, result: StepResult, touched: dict[int, _Entry]) -> None:
         owners = [self._owner[share.request.id] for share in output.scheduled]
@@ -295,7 +290,9 @@ class Engine:
 
     def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         return {
-            token: Logprob(entry.logprob, entry.rank, self.tokenizer.decode([token], skip_special_tokens=False))
+            token: Logprob(
+                entry.logprob, entry.rank, self.tokenizer.decode([token], skip_special_tokens=False)
+            )
             for token, entry in logprobs.items()
         }
 

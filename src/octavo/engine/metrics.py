@@ -43,6 +43,7 @@ class EngineMetrics:
         prefix_queries: prompt tokens that were looked up in the prefix cache at an admission.
         prefix_hits: those of them that were found. A resume after a preemption counts in neither.
         num_preemptions: preemptions of requests.
+        num_evictions: cached blocks that were given up.
         num_steps: engine steps that computed something.
         finished: finish_reason -> number of choices.
         time_to_first_token, inter_token, end_to_end: seconds, per choice.
@@ -55,19 +56,10 @@ class EngineMetrics:
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0
+    num_evictions: int = 0
     num_steps: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     time_to_first_token: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
     end_to_end: Histogram = field(default_factory=Histogram)
     step_time: Histogram = field(default_factory=Histogram)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """The KV pool at this moment, in blocks."""
-
-    num_blocks: int
-    num_free: int
-    num_running: int
-    num_waiting: int

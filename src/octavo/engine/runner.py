@@ -100,7 +100,7 @@ class Runner:
     @torch.inference_mode()
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         result = StepResult()
-        sampling = [s for s in scheduled if s.samples and s.request.max_tokens > 0]
+        sampling = [s for s in scheduled if s.samples]
         batch = build(scheduled, self.kv_cache.block_size, self.device)
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
@@ -161,11 +161,7 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
     blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
     tokens = [token for share in scheduled for token in _tokens(share)]
-    last_rows = [
-        int(end) - 1
-        for share, end in zip(scheduled, cu_seqlens[1:], strict=True)
-        if share.samples and share.request.max_tokens > 0
-    ]
+    last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
     return ForwardBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.from_numpy(positions).to(device),
@@ -197,9 +193,7 @@ def _sampling_row(request: Request) -> sampler.SamplingRow:
     )
 
 
-def _find_non_finite(
-    hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest], result: StepResult
-) -> None:
+def _find_non_finite(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest], result: StepResult) -> None:
     """A NaN in a prompt's hidden states means NaN in its K and V: it must not reach the prefix cache."""
     if torch.isfinite(hidden.sum()):
         return
