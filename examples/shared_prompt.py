@@ -137,8 +137,7 @@ def serve(llm: LLM, params: SamplingParams, chats: list[Chat], console: Console)
                     console.print(
                         f"{sum(c.done for c in chats):>3}/{len(chats)}  {chat.question}", markup=False
                     )
-            usage = engine.pool_usage()
-            most_blocks = max(most_blocks, usage.num_blocks - usage.num_free)
+            most_blocks = max(most_blocks, engine.scheduler_stats.used_blocks)
             progress.update(task, completed=sum(chat.done for chat in chats))
             if console.is_terminal:
                 live.update(Group(answers(chats), progress.get_renderable()))
@@ -151,7 +150,7 @@ def answers(chats: list[Chat]) -> Columns:
     panels = [
         Panel(
             f"[bold]{chat.question}[/]\n{_escaped(chat.text)}",
-            height=9,
+            height=11,
             border_style="green" if chat.done else "dim",
         )
         for chat in chats[:SHOWN]

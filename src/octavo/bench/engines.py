@@ -47,8 +47,7 @@ class OctavoSession:
         self._cached = 0
 
     def reset(self) -> None:
-        if not self._llm.reset_prefix_cache():
-            raise ValueError("the prefix cache could not be emptied")
+        self._llm.reset_prefix_cache()
         self._cached = 0
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Reply:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.config import ModelConfig
+from octavo.engine.build import read_config
 from octavo.weights import hub
 from octavo.weights.load import Checkpoint, open_checkpoint
 
@@ -37,7 +37,7 @@ def _config(checkpoint: Checkpoint) -> Any:
 
     if checkpoint.kind == "hf":
         return AutoConfig.for_model(**checkpoint.metadata)
-    config = ModelConfig.from_gguf(checkpoint.metadata)
+    config = read_config(checkpoint)
     if checkpoint.metadata["general.architecture"] != "llama" or config.rope.scaling != "none":
         raise ValueError(
             "transformers can be handed only a Llama GGUF without rope scaling; give a folder of safetensors"

@@ -112,10 +112,10 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
 
 def describe(llm: LLM) -> dict[str, Any]:
     """What computes: the attention backend and its instruction set."""
-    from octavo.kernels import fused
+    from octavo.engine.build import isa
 
-    name = llm.engine.config.attention
-    return {"attention": name, "isa": fused.isa() if name == "fused" else None}
+    attention = llm.engine.config.attention
+    return {"attention": attention, "isa": isa(attention)}
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
