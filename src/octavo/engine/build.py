@@ -20,6 +20,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
+from octavo.weights.gguf import GGUFFile
 from octavo.weights.load import Checkpoint, load_model, open_checkpoint
 
 log = logging.getLogger("octavo")
@@ -87,9 +88,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
     """The model's shape from whatever the checkpoint says about itself."""
-    if checkpoint.kind == "hf":
-        return ModelConfig.from_hf(checkpoint.metadata)
-    return ModelConfig.from_gguf(checkpoint.metadata, checkpoint.source.tensors.keys())
+    if isinstance(checkpoint.source, GGUFFile):
+        return ModelConfig.from_gguf(checkpoint.metadata, checkpoint.source.tensors.keys())
+    return ModelConfig.from_hf(checkpoint.metadata)
 
 
 def isa(attention: str) -> str:
