@@ -144,6 +144,11 @@ def _read_number(path: Path) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
+def check_block_size(size: int) -> None:
+    if not (1 <= size <= 256 and size & (size - 1) == 0):
+        raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
+
+
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
     """Settle ``cache.num_blocks`` and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
 
@@ -154,8 +159,7 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
     """
     cache, scheduler = config.cache, config.scheduler
     size = cache.block_size
-    if not (1 <= size <= 256 and size & (size - 1) == 0):
-        raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
+    check_block_size(size)
     limit = model.max_position_embeddings
     asked = scheduler.max_model_len
     if asked is not None and not 1 <= asked <= limit:
