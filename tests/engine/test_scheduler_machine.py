@@ -290,5 +290,3 @@ def test_the_machine_finds_a_fault(break_it, monkeypatch: pytest.MonkeyPatch) ->
     quick = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)):
         run_state_machine_as_test(SchedulerMachine, settings=quick)
-
-

@@ -36,9 +36,7 @@ def run(
     return chain
 
 
-def serve(
-    cache: PrefixCache, tokens: list[int], salt: str = "", others: tuple[Chain, ...] = ()
-) -> None:
+def serve(cache: PrefixCache, tokens: list[int], salt: str = "", others: tuple[Chain, ...] = ()) -> None:
     """A request from start to end; all its tokens are written."""
     chain = run(cache, tokens, salt, others=others)
     rows = len(tokens) - len(chain.path) * cache.block_size
