@@ -14,15 +14,14 @@ from octavo.engine.scheduler import Scheduler, SchedulerOutput
 from octavo.request import Request, SamplingParams
 
 
-def row_of(salt: str, token_ids: list[int]) -> int:
-    """What the last token's row holds after these tokens."""
-    text = f"{salt}|{token_ids}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+def digest(*values: object) -> int:
+    """A number that stands for the values."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big")
 
 
 def next_token(request: Request, vocab: int) -> int:
     """The model's choice: a function of the tokens alone, however they were scheduled."""
-    return row_of("choice", [request.seed, *request.token_ids]) % vocab
+    return digest(request.seed, request.token_ids) % vocab
 
 
 class FakeModel:
@@ -48,9 +47,9 @@ class FakeModel:
 
     def history(self, request: Request, end: int) -> list[int]:
         """The rows that tokens 0 .. end-1 of a request must have."""
-        rows, tokens = self._history.setdefault(request.id, []), request.token_ids
-        while len(rows) < end:
-            rows.append(row_of(request.cache_salt, tokens[: len(rows) + 1]))
+        rows = self._history.setdefault(request.id, [])
+        for token in request.token_ids[len(rows) : end]:
+            rows.append(digest(rows[-1] if rows else request.cache_salt, token))
         return rows[:end]
 
     def read(self, request: Request, end: int) -> list[int | None]:
