@@ -147,10 +147,10 @@ def test_w10_hostile_safetensors_is_refused_at_once(case: str, tmp_path: Path) -
     path = folder(tmp_path) / "model.safetensors"
     path.write_bytes(HOSTILE[case])
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(WeightsError) as caught:
         open_folder(tmp_path)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert "\n" not in str(caught.value)
