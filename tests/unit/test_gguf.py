@@ -185,6 +185,9 @@ def test_w10_hostile_header_is_refused_at_once(case: str, tmp_path: Path) -> Non
     [
         ("2^42 dimension", "'t' of shape [4398046511104] takes"),
         ("unknown tensor type", "tensor 't' has the type unknown (77)"),
+        ("2^63 tensors", "the tensor count is 9223372036854775808, more than the 64 bytes"),
+        ("2^63 metadata", "the metadata count is 9223372036854775808, more than the 64 bytes"),
+        ("array of 2^63 strings", "the length of 'k' is 9223372036854775808, more than the 0 bytes"),
         ("big endian", "big endian"),
         ("wrong magic", "b'GGML'"),
         ("version 4", "version is 4, supported are 2 and 3"),

@@ -350,12 +350,13 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_follows_the_index(tmp_path: Path) -> None:
-    state = tensors()
+    # The same two files, in the same order of first use; only the third tensor's place differs.
+    state = tensors() | {HEAD: tensors(1)[EMBED]}
     checkpoint(tmp_path, state)
     save_file({name: -tensor for name, tensor in state.items()}, tmp_path / "other.safetensors")
     digests = set()
-    for norm_file in ("model.safetensors", "other.safetensors"):
-        weight_map = {EMBED: "model.safetensors", NORM: norm_file}
+    for head_file in ("model.safetensors", "other.safetensors"):
+        weight_map = {EMBED: "model.safetensors", NORM: "other.safetensors", HEAD: head_file}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         digests.add(open_checkpoint(tmp_path).fingerprint())
     assert len(digests) == 2
