@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import settings
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from octavo.tokenizer import Tokenizer
+
+# A busy machine is no reason to fail.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 SENTENCES = [
     "the cat sat on the mat and the dog ran to the hat 1234567890",
@@ -21,7 +26,8 @@ SENTENCES = [
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "'<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 

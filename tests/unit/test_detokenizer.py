@@ -40,7 +40,9 @@ def test_pieces_joined_equal_the_whole(tokenizer: Tokenizer, ids: list[int], ski
 
 
 @given(ids=ids_of())
-def test_byte_level_text_equals_the_library(byte_level_folder: Path, byte_level: Tokenizer, ids: list[int]) -> None:
+def test_byte_level_text_equals_the_library(
+    byte_level_folder: Path, byte_level: Tokenizer, ids: list[int]
+) -> None:
     library = tokenizers.Tokenizer.from_file(str(byte_level_folder / "tokenizer.json"))
     assert byte_level.decode(ids, True) == library.decode(ids, skip_special_tokens=True)
     assert byte_level.decode(ids, False) == library.decode(ids, skip_special_tokens=False)
@@ -78,7 +80,9 @@ def test_t01_what_is_left_is_flushed_at_the_end(tokenizer: Tokenizer) -> None:
 
 
 @given(prompt=ids_of(), ids=ids_of())
-def test_an_output_goes_on_where_its_prompt_ends(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> None:
+def test_an_output_goes_on_where_its_prompt_ends(
+    tokenizer: Tokenizer, prompt: list[int], ids: list[int]
+) -> None:
     whole = tokenizer.decode(prompt + ids)
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
     text = stream(detokenizer, ids)
@@ -238,5 +242,3 @@ def test_a_token_costs_the_same_however_long_the_text_is(byte_level: Tokenizer) 
         del vocabulary.bytes_of
     assert seen == ids
     assert longest < 20
-
-
