@@ -163,7 +163,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: str) -> None:
         super().__init__()
-        self.size = config.intermediate_size
         self.gated = config.gated_mlp
         self.activation = ACTIVATIONS[config.activation]
         names = ("mlp.gate_proj", "mlp.up_proj") if config.gated_mlp else ("mlp.up_proj",)
@@ -173,10 +172,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, down, bias=config.mlp_bias, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up: torch.Tensor = self.gate_up_proj(x)
-        inner = self.activation(gate_up[:, : self.size])
+        inner: torch.Tensor = self.gate_up_proj(x)
         if self.gated:
-            inner *= gate_up[:, self.size :]
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate).mul_(up)
+        else:
+            inner = self.activation(inner)
         down: torch.Tensor = self.down_proj(inner)
         return down
 
