@@ -147,7 +147,7 @@ class LLM:
         """
         items = _as_prompts(prompts)
         jobs = self._jobs(
-            [(p, self._encoder(p)) if isinstance(p, str) else (None, lambda p=p: p) for p in items],
+            [(p if isinstance(p, str) else None, self._encoder(p)) for p in items],
             sampling_params,
             priority,
             cache_salt,
@@ -184,7 +184,7 @@ class LLM:
         The request enters the engine at the first item; a bad prompt raises ValueError there. Closing
         the iterator early aborts the request. Several streams may be open at once.
         """
-        encode = self._encoder(prompt) if isinstance(prompt, str) else lambda: prompt
+        encode = self._encoder(prompt)
         text = prompt if isinstance(prompt, str) else None
         yield from self._stream(_Job(text, encode, sampling_params or SamplingParams(), priority, cache_salt))
 
@@ -208,8 +208,16 @@ class LLM:
         """Counters and times since the start, a copy."""
         return copy.deepcopy(self.engine.metrics)
 
-    def _encoder(self, text: str) -> Callable[[], Sequence[int]]:
-        return lambda: self.tokenizer.encode(text)
+    def _encoder(self, prompt: Prompt) -> Callable[[], Sequence[int]]:
+        def encode() -> Sequence[int]:
+            if not isinstance(prompt, str):
+                return prompt
+            ids = self.tokenizer.encode(prompt)
+            if not ids:
+                raise ValueError(self.tokenizer.EMPTY_PROMPT)
+            return ids
+
+        return encode
 
     def _chat_encoder(self, messages: Sequence[Message]) -> Callable[[], Sequence[int]]:
         return lambda: self.tokenizer.apply_chat_template(messages)

@@ -89,9 +89,11 @@ class ModelConfig:
     ) -> ModelConfig:
         """Translate the key-value pairs of a GGUF file.
 
-        ``tensor_names`` are the file's own (``token_embd.weight``, ...): they alone tell whether the
-        embeddings are tied (there is no ``output.weight``) and whether the file brings its own rope
-        factors. Without them the embeddings count as tied and there are no such factors.
+        ``tensor_names``, in GGUF's terms or in canonical ones, are all that tells whether the embeddings
+        are tied (there is no ``output.weight`` or ``lm_head.weight``) and whether the file brings its own
+        rope factors. Without them the embeddings count as tied and there are no such factors.
+        The result describes tensors in Hugging Face's layout, as for ``from_hf``: rotary halves apart, and
+        Gemma's norm weights without the 1 that the file adds.
         Raises UnsupportedModelError as ``from_hf`` does.
         """
         return cls(**gguf_fields(metadata, tensor_names))

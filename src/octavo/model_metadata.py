@@ -383,6 +383,7 @@ def _gguf_gemma3(
             f"gemma3.attention.sliding_window_pattern has {len(sliding)} entries for {layers} layers"
         )
     return {
+        "norm_weight_offset": 1.0,
         "post_norms": True,
         "embedding_scale": hidden**0.5,
         "attention_scale": metadata.get("gemma3.attention.scale")
@@ -405,7 +406,7 @@ def _gguf_common(
         "vocab_size": metadata.get(vocab_key) or vocab_size,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": tuple(dict.fromkeys(i for i in ends if i is not None)),
-        "tie_word_embeddings": tensor_names is None or "output.weight" not in tensor_names,
+        "tie_word_embeddings": not {"output.weight", "lm_head.weight"}.intersection(tensor_names or ()),
     }
 
 

@@ -235,7 +235,7 @@ def test_a_wrong_config_shows(mutant):
     config = ModelConfig.from_hf(metadata_of(model))
     wrong = decoder_for(model, dataclasses.replace(config, **change(config)))
     ids = ids_of(21)
-    assert worst(Paged(wrong).step(a=ids)["a"], expected_logits(model, ids)) > 2 * TOLERANCE
+    assert worst(Paged(wrong).step(a=ids)["a"], expected_logits(model, ids)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -364,7 +365,7 @@ def test_s07_s08_s09_a_preempted_request_gives_what_an_unpreempted_one_gives(tin
     assert [tokens(last[i]) for i in ids] == expected
     assert t.engine.metrics.num_preemptions > 0, "the case did not happen"
     assert sum(last[i].metrics.num_preemptions for i in ids) == t.engine.metrics.num_preemptions
-    assert all(a <= b for x, y in zip(seen, seen[1:], strict=False) for a, b in zip(x, y, strict=True))
+    assert all(a <= b for x, y in itertools.pairwise(seen) for a, b in zip(x, y, strict=True))
     assert t.engine.metrics.prefix_hits == 0, "a resume is not a hit"
     assert all(last[i].num_cached_tokens == 0 for i in ids)
     assert t.engine.scheduler_stats.used_blocks == 0
@@ -443,7 +444,7 @@ def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again
 
 
 def test_h11_what_a_failed_request_wrote_is_never_matched(tiny):
-    ids = prompt(8) + [200] + prompt(7, seed=3)
+    ids = [*prompt(8), 200, *prompt(7, seed=3)]
     t = tiny()
     t.model.nan_on = {200}
     (bad,) = t.run((ids, greedy(3)))

@@ -88,7 +88,8 @@ def test_w01_the_tie_flag():
     assert not ModelConfig.from_hf(GPT2 | {"tie_word_embeddings": False}).tie_word_embeddings
     assert ModelConfig.from_hf(as_kind("Gemma3ForCausalLM", "gemma3_text")).tie_word_embeddings
     assert ModelConfig.from_gguf(gguf(), ["token_embd.weight"]).tie_word_embeddings
-    assert not ModelConfig.from_gguf(gguf(), ["token_embd.weight", "output.weight"]).tie_word_embeddings
+    for name in ("output.weight", "lm_head.weight"):
+        assert not ModelConfig.from_gguf(gguf(), ["token_embd.weight", name]).tie_word_embeddings
 
 
 def test_what_sets_the_architectures_apart():
@@ -184,8 +185,7 @@ def test_gemma3_and_gpt2_from_gguf():
     assert gemma.sliding_layers == (0, 1, 2, 3, 4, 6)
     assert (gemma.layer_rope(0).theta, gemma.layer_rope(5).theta) == (1e4, 1e6)
     assert (gemma.head_dim, gemma.softmax_scale, gemma.embedding_scale) == (32, 32**-0.5, 8.0)
-    # The format stores 1 + w.
-    assert gemma.norm_weight_offset == 0.0
+    assert gemma.norm_weight_offset == 1.0
     flags = [True, False] * 2
     listed = gguf("gemma3", **keys, attention__sliding_window_pattern=flags)
     assert ModelConfig.from_gguf(listed).sliding_layers == (0, 2)

@@ -91,9 +91,8 @@ def test_w05_table_equals_transformers(name, theta, style):
         assert torch.allclose(inverse, expected, rtol=1e-6, atol=0)
     cos, sin = full_table(RopeTable(rope, 64, "cpu").at(POSITIONS))
     expected_cos, expected_sin = module(torch.zeros(1), POSITIONS[None])
-    # One unit in the last place of a frequency turns position 4095 by up to 4095 * 6e-8.
-    assert torch.allclose(cos, expected_cos[0], atol=3e-4 if name == "llama3" else 1e-6)
-    assert torch.allclose(sin, expected_sin[0], atol=3e-4 if name == "llama3" else 1e-6)
+    assert torch.allclose(cos, expected_cos[0], rtol=0, atol=1e-6)
+    assert torch.allclose(sin, expected_sin[0], rtol=0, atol=1e-6)
 
 
 def test_the_scalings_differ_from_each_other():

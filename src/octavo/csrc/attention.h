@@ -35,7 +35,8 @@ struct SpanTask {
     const void* key;
     const void* value;
     int64_t block_stride;
-    const int32_t* blocks;  // of this span, in order of position
+    const int32_t* blocks;  // of this span, in order of position; the next span's follow
+    int next_keys;          // keys of the next span that will be read after this one, to prefetch them
     int block_shift;        // log2(block_size)
     bool half;              // K and V are IEEE float16
     // Row r sees the keys lo[r] <= j < hi[r]; none when lo[r] >= hi[r].

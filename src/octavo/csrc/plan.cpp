@@ -219,6 +219,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, const Item& item, float* sc
             hi[r] = int32_t(std::clamp<int64_t>(p + 1 - base, 0, kSpan));
         }
         task.blocks = blocks_.data() + seq.first_block + (base >> block_shift_);
+        const int64_t last = start + (job.row0 + rows - 1) / group_;
+        task.next_keys = span + 1 < item.span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
         float* m = job.partials < 0
                        ? partial
                        : partials + job.partials + (span - job.span_begin) * line_up(partial_floats(job));

@@ -290,9 +290,7 @@ class Engine:
 
     def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         return {
-            token: Logprob(
-                entry.logprob, entry.rank, self.tokenizer.decode([token], skip_special_tokens=False)
-            )
+            token: Logprob(entry.logprob, entry.rank, self.tokenizer.id_to_text(token))
             for token, entry in logprobs.items()
         }
 

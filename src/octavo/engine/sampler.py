@@ -208,4 +208,5 @@ def gumbel(key: tuple[int, int], ids: np.ndarray) -> np.ndarray:
         h ^= h >> np.uint32(16)
     u = (h.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     u = np.minimum(u, np.float32(1.0 - 2.0**-24))
-    return -np.log(-np.log1p(-u))
+    noise: np.ndarray = -np.log(-np.log1p(-u))
+    return noise

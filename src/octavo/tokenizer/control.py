@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from octavo.tokenizer.errors import ChatTemplateError
+from octavo.tokenizer.errors import ChatTemplateError, TokenizerError
 from octavo.tokenizer.parts import ControlToken
+
+MAX_CONTROL_CHARACTERS = 256
 
 #: As many of a marker's characters as are enough to recognise a marker that was cut in two.
 _MARKER_ROOT = 16
@@ -25,9 +28,14 @@ class ControlTokens:
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         firsts = "".join(re.escape(first) for first in self._lengths)
         self._first = re.compile(f"[{firsts}]") if firsts else None
-        self._prefixes = {text[:n] for text in self._by_text for n in range(1, len(text))}
-        self._suffixes = {text[n:] for text in self._by_text for n in range(1, len(text))}
+        self._sorted = sorted(self._by_text)
+        self._sorted_backwards = sorted(text[::-1] for text in self._by_text)
         self._longest = max(map(len, self._by_text), default=0)
+        if self._longest > MAX_CONTROL_CHARACTERS:
+            raise TokenizerError(
+                f"the vocabulary has a control token of {self._longest} characters; "
+                f"at most {MAX_CONTROL_CHARACTERS} are allowed"
+            )
 
     def _at(self, text: str, start: int) -> ControlToken | None:
         for length in self._lengths[text[start]]:
@@ -78,11 +86,25 @@ class ControlTokens:
         # Templates like to trim, so the edges of the trimmed text count as edges too.
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for edge in {end, len(text)}:
-            found.update(i for i in range(max(0, edge - self._longest + 1), edge) if text[i:edge] in self._prefixes)
+            found.update(
+                i
+                for i in range(max(0, edge - self._longest + 1), edge)
+                if _begins_one(self._sorted, text[i:edge])
+            )
         for edge in {0, begin}:
             stop = min(len(text), edge + self._longest - 1)
-            found.update(i - 1 for i in range(edge + 1, stop + 1) if text[edge:i] in self._suffixes)
+            found.update(
+                i - 1
+                for i in range(edge + 1, stop + 1)
+                if _begins_one(self._sorted_backwards, text[edge:i][::-1])
+            )
         return sorted(found)
+
+
+def _begins_one(texts: list[str], prefix: str) -> bool:
+    """Whether one of the sorted ``texts`` begins with ``prefix`` and goes on after it."""
+    after = bisect.bisect_right(texts, prefix)
+    return after < len(texts) and texts[after].startswith(prefix)
 
 
 def _inside_word(text: str, start: int, end: int) -> bool:

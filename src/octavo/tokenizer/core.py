@@ -17,6 +17,9 @@ from octavo.tokenizer.stream import TextStream
 from octavo.tokenizer.template import ChatTemplate
 from octavo.tokenizer.vocabulary import Vocabulary
 
+#: Deepest nesting of what is given to a chat template (tools are JSON schemas, some ten levels deep).
+_MAX_NESTING = 64
+
 
 class Tokenizer:
     """Text to token ids and back, with the model's own rules.
@@ -83,7 +86,7 @@ class Tokenizer:
         return self._with_bos(self._encode_pieces(pieces), add_bos)
 
     def decode(
-        self, ids: Sequence[int], *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+        self, ids: Sequence[int], skip_special_tokens: bool = True, *, prompt_ids: Sequence[int] = ()
     ) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD.
 
@@ -142,7 +145,9 @@ class Tokenizer:
         named = self._parts.named_tokens
         reserved = sorted(named.keys() & kwargs.keys() | {"messages"} & kwargs.keys())
         if reserved:
-            raise ChatTemplateError(f"{reserved[0]!r} is the model's own and cannot be given to its chat template")
+            raise ChatTemplateError(
+                f"{reserved[0]!r} is the model's own and cannot be given to its chat template"
+            )
         disguise = Disguise(self._control)
         variables = {"tools": None, "documents": None, **kwargs}
         _check_strings(variables, "the chat template's arguments")
@@ -164,7 +169,9 @@ class Tokenizer:
             )
         name = name if name in sources else "default"
         if name not in sources:
-            raise ChatTemplateError(f"this model has no default chat template, only {', '.join(sorted(sources))}")
+            raise ChatTemplateError(
+                f"this model has no default chat template, only {', '.join(sorted(sources))}"
+            )
         if name not in self._templates:
             self._templates[name] = ChatTemplate(sources[name])
         return self._templates[name]
@@ -190,7 +197,9 @@ class Tokenizer:
         for token_id, (start, end) in zip(ids, encoding.offsets, strict=True):
             if token_id in self._never_plain:
                 if end - start < 2:
-                    raise TokenizerError(f"{text[start:end]!r} is a control token and cannot be plain text here")
+                    raise TokenizerError(
+                        f"{text[start:end]!r} is a control token and cannot be plain text here"
+                    )
                 cuts.append(start + 1)
         parts = [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
         inner = self._parts.inner_backend
@@ -226,13 +235,15 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
 
-def _check_strings(value: Any, where: str) -> None:
+def _check_strings(value: Any, where: str, depth: int = 0) -> None:
+    if depth > _MAX_NESTING:
+        raise ChatTemplateError(f"{where}: lists and dicts are nested more than {_MAX_NESTING} deep")
     if isinstance(value, str):
         check_text(value, where)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _check_strings(key, where)
-            _check_strings(item, where)
+            _check_strings(key, where, depth + 1)
+            _check_strings(item, where, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            _check_strings(item, where)
+            _check_strings(item, where, depth + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from octavo.tokenizer.errors import TokenizerError
 from octavo.tokenizer.parts import ControlToken, TokenizerParts
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+#: Rebuilding merges takes time that grows with the square of a token's length. Real ones have up to 50.
+_MAX_PIECE_CHARACTERS = 256
 
 #: Texts of tokens that end a turn, for files that mark none: without one a chat would never end.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endofturn|>")
@@ -64,12 +68,12 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     Raises :class:`TokenizerError` for a kind of tokenizer, or of cutting rule, that is not known
     exactly: a near miss would give plausible, wrong ids.
     """
-    model = _get(metadata, "model", str)
+    model = metadata.get("tokenizer.ggml.model")
     builders: dict[str, Callable[[Mapping[str, Any], _Vocab], tuple[tokenizers.Tokenizer, bool]]] = {
         "gpt2": _byte_level,
         "llama": _sentencepiece,
     }
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         raise TokenizerError(f"tokenizer.ggml.model is {model!r}; the known ones are {', '.join(builders)}")
     vocab = _vocab(metadata)
     backend, default_bos = builders[model](metadata, vocab)
@@ -101,20 +105,21 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     )
 
 
-def _get(metadata: Mapping[str, Any], key: str, kind: type) -> Any:
-    value = metadata.get(f"tokenizer.ggml.{key}")
-    if not isinstance(value, kind):
-        found = "it is missing" if value is None else f"it is {type(value).__name__}"
-        raise TokenizerError(f"tokenizer.ggml.{key} of the GGUF file must be of type {kind.__name__}: {found}")
+def _array(metadata: Mapping[str, Any], key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if value is None:
+        raise TokenizerError(f"the GGUF file has no tokenizer.ggml.{key}, which its tokenizer needs")
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise TokenizerError(f"tokenizer.ggml.{key} of the GGUF file must be an array of {kind.__name__}")
     return value
 
 
 def _vocab(metadata: Mapping[str, Any]) -> _Vocab:
-    tokens: list[str] = _get(metadata, "tokens", list)
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    tokens: list[str] = _array(metadata, "tokens", str)
+    types: list[int] = _array(metadata, "token_type", int, default=[NORMAL] * len(tokens))
     if not tokens or len(types) != len(tokens):
         raise TokenizerError(
-            f"the GGUF file has {len(tokens)} tokens and {len(types)} token types: one type for each is needed"
+            f"the GGUF file has {len(tokens)} tokens and {len(types)} token types: each token needs one"
         )
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
@@ -132,10 +137,12 @@ def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> tuple[tokenizers.
             f"the known ones are {', '.join(sorted(PRE_RULES))}"
         )
     merges = []
-    for merge in _get(metadata, "merges", list):
+    for merge in _array(metadata, "merges", str):
         left, space, right = merge.partition(" ")
         if not (left and space and right):
-            raise TokenizerError(f"the GGUF file's merge {merge!r:.60} is not two tokens with a space between")
+            raise TokenizerError(
+                f"the GGUF file's merge {merge!r:.60} is not two tokens with a space between"
+            )
         merges.append((left, right))
     backend = _backend(vocab.ids, merges, ignore_merges=rule.ignore_merges)
     if rule.nfc:
@@ -151,16 +158,25 @@ def _byte_level(metadata: Mapping[str, Any], vocab: _Vocab) -> tuple[tokenizers.
 
 
 def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> tuple[tokenizers.Tokenizer, bool]:
-    scores: list[float] = _get(metadata, "scores", list)
+    scores: list[float] = _array(metadata, "scores", float)
     if len(scores) != len(vocab.tokens):
         raise TokenizerError(
-            f"the GGUF file has {len(vocab.tokens)} tokens and {len(scores)} scores: one score for each is needed"
+            f"the GGUF file has {len(vocab.tokens)} tokens and {len(scores)} scores: each token needs one"
+        )
+    if not all(map(math.isfinite, scores)):
+        raise TokenizerError("the GGUF file has a token score that is not a finite number")
+    longest = max(map(len, vocab.tokens))
+    if longest > _MAX_PIECE_CHARACTERS:
+        raise TokenizerError(
+            f"the GGUF file has a token of {longest} characters; at most {_MAX_PIECE_CHARACTERS} are allowed"
         )
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
         raise TokenizerError("tokenizer.ggml.remove_extra_whitespaces is set, which is not supported")
     bytes_present = vocab.types.count(BYTE)
     if bytes_present not in (0, 256):
-        raise TokenizerError(f"the GGUF file's vocabulary has {bytes_present} byte tokens; 256 or none are needed")
+        raise TokenizerError(
+            f"the GGUF file's vocabulary has {bytes_present} byte tokens; 256 or none are needed"
+        )
     unknown = _token_id(metadata, "unknown", len(vocab.tokens))
     backend = _backend(
         vocab.ids,
@@ -169,6 +185,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocab: _Vocab) -> tuple[tokenize
         fuse_unk=True,
         unk_token=None if unknown is None else vocab.tokens[unknown],
     )
+    # Where a model has it, the space comes before the first word behind an added token too.
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     replace = normalizers.Replace(" ", "▁")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace

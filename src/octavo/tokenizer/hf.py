@@ -25,8 +25,8 @@ def parts_from_hf(folder: Path) -> TokenizerParts:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(
-            f"{folder.name!r} has no tokenizer.json, which is needed; a tokenizer of another form can be converted "
-            "with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            f"{folder.name!r} has no tokenizer.json, which is needed; a tokenizer of another form can be "
+            "converted with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -97,9 +97,16 @@ def _complete_added_tokens(
     """Tell the backend of added tokens that only ``tokenizer_config.json`` knows."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
+    for key, spec in listed.items():
+        if not key.isdecimal() or not isinstance(spec, dict) or _text_of(spec) is None:
+            raise TokenizerError(f"added_tokens_decoder of tokenizer_config.json has a bad entry {key!r:.40}")
     for key, spec in sorted(listed.items(), key=lambda item: int(item[0])):
         if spec["content"] not in known or (spec.get("special") and not known[spec["content"]].special):
-            flags = {name: bool(spec[name]) for name in ("lstrip", "rstrip", "single_word", "normalized") if name in spec}
+            flags = {
+                name: bool(spec[name])
+                for name in ("lstrip", "rstrip", "single_word", "normalized")
+                if name in spec
+            }
             token = AddedToken(spec["content"], special=bool(spec.get("special")), **flags)
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
             known[token.content] = token
@@ -155,5 +162,12 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(source, str):
         return {"default": source}
     if isinstance(source, list):
-        return {str(item["name"]): str(item["template"]) for item in source}
+        pairs = [(item.get("name"), item.get("template")) for item in source if isinstance(item, dict)]
+        found = {k: v for k, v in pairs if isinstance(k, str) and isinstance(v, str)}
+        if len(found) == len(source):
+            return found
+    if source is not None:
+        raise TokenizerError(
+            "chat_template of tokenizer_config.json must be a string, or a list of named strings"
+        )
     return {}

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.tokenizer.errors import ChatTemplateError
 
@@ -25,12 +26,15 @@ from octavo.tokenizer.errors import ChatTemplateError
 MAX_LOOP_STEPS = 1_000_000
 MAX_CHARACTERS = 8_000_000
 MAX_EXPONENT = 64
+MAX_BITS = 4096
 #: Widest padding of a number or string that a template may ask for.
 MAX_WIDTH = 1_000
 
 _BUDGET = "octavo loop budget"  # with spaces: no template can name it
-_WIDE = re.compile(r"\d{4,}")
-_PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"}
+#: Formats with a width of four digits or more, or one that is itself an argument.
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\d{4}|\*)")
+_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
+_PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes", "indent", "wordwrap"}
 
 
 class _Budget:
@@ -57,7 +61,32 @@ def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 def _bounded(value: Any) -> Any:
     if isinstance(value, str | list | tuple) and len(value) > MAX_CHARACTERS:
         raise SecurityError(f"it builds something longer than {MAX_CHARACTERS} characters or items")
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise SecurityError(f"it computes a number of more than {MAX_BITS} bits")
     return value
+
+
+def _check_growth(name: str, text: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse, before it runs, a method or filter ``name`` of ``text`` that would build something huge."""
+    given = [*args, *kwargs.values()]
+    wide = name in _PADDING and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in given)
+    wide |= name in {"format", "format_map"} and bool(_WIDE_BRACES.search(text) or _WIDE_PERCENT.search(text))
+    if wide:
+        raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
+    if name == "replace" and len(given) >= 2:
+        old, new = str(given[0]), str(given[1])
+        if len(text) + text.count(old) * len(new) > MAX_CHARACTERS:
+            raise SecurityError(f"it replaces into more than {MAX_CHARACTERS} characters")
+
+
+def _joinable(items: Iterable[Any], separator: Any) -> Iterator[Any]:
+    """``items``, as long as joining them stays within bounds."""
+    length = 0
+    for item in items:
+        length += (len(item) if isinstance(item, str) else 1) + len(str(separator))
+        if length > MAX_CHARACTERS:
+            raise SecurityError(f"it joins more than {MAX_CHARACTERS} characters")
+        yield item
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -67,23 +96,25 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (abs(right) <= MAX_EXPONENT and abs(left) <= MAX_CHARACTERS):
-            raise SecurityError(f"it takes a power with an exponent above {MAX_EXPONENT}, or of a huge number")
-        if operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if isinstance(many, str | list | tuple) and len(many) * int(times) > MAX_CHARACTERS:
-                    raise SecurityError(f"it repeats something past {MAX_CHARACTERS} characters")
-        if operator == "%" and isinstance(left, str) and (_WIDE.search(left) or "*" in left):
-            raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
+            raise SecurityError(
+                f"it takes a power with an exponent above {MAX_EXPONENT}, or of a huge number"
+            )
+        for many, times in ((left, right), (right, left)) if operator == "*" else ():
+            repeats = isinstance(many, str | list | tuple) and isinstance(times, int)
+            if repeats and len(many) * times > MAX_CHARACTERS:
+                raise SecurityError(f"it repeats something past {MAX_CHARACTERS} characters")
+        if operator == "%" and isinstance(left, str):
+            _check_growth("format", left, (), {})
         return _bounded(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        # The sandbox wraps str.format when the attribute is looked up.
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         name = getattr(function, "__name__", "")
-        if name in _PADDING and any(isinstance(arg, int) and arg > MAX_WIDTH for arg in args):
-            raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
-        if name in {"format", "format_map"}:
-            owner = getattr(function, "__self__", "")
-            if isinstance(owner, str) and (_WIDE.search(owner) or re.search(r"\{[^{}]*:[^{}]*\{", owner)):
-                raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
+        if isinstance(owner, str):
+            _check_growth(name, owner, args, kwargs)
+            if name == "join" and args:
+                args = (_joinable(args[0], owner), *args[1:])
         return _bounded(super().call(context, function, *args, **kwargs))
 
 
@@ -121,22 +152,28 @@ def _tojson(
 def _sandbox() -> _Sandbox:
     environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks])
     environment.filters.update(tojson=_tojson, _counted=_counted, _bounded=_bounded)
-    for name in ("center", "format", "indent", "wordwrap"):  # these pad, and no chat template needs them
-        environment.filters[name] = _narrow(name, environment.filters[name])
+    for name in ("center", "format", "indent", "wordwrap", "replace", "join"):
+        environment.filters[name] = _guarded(name, environment.filters[name])
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
     return environment
 
 
-def _narrow(name: str, function: Any) -> Any:
-    def narrow(value: Any, *args: Any, **kwargs: Any) -> Any:
-        widths = [arg for arg in [*args, *kwargs.values()] if isinstance(arg, int)]
-        if any(width > MAX_WIDTH for width in widths) or (name == "format" and _WIDE.search(str(value))):
-            raise SecurityError(f"it pads a text past {MAX_WIDTH} characters")
-        return _bounded(function(value, *args, **kwargs))
+def _guarded(name: str, function: Any) -> Any:
+    """The filter ``name``, refused where its result would be huge."""
+    wanted = getattr(function, "jinja_pass_arg", None)  # the environment, say, as the first argument
+    hidden = 0 if wanted is None else 1
 
-    if name == "wordwrap":  # the only one of them that asks for the environment
-        return jinja2.pass_environment(narrow)
-    return narrow
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        value, given = args[hidden], args[hidden + 1 :]
+        if name != "join":
+            _check_growth(name, str(value), given, kwargs)
+        elif len(given) < 2 and "attribute" not in kwargs:
+            value = _joinable(value, given[0] if given else kwargs.get("d", ""))
+        return _bounded(function(*args[:hidden], value, *given, **kwargs))
+
+    if wanted is not None:
+        guarded.jinja_pass_arg = wanted  # type: ignore[attr-defined]
+    return guarded
 
 
 class ChatTemplate:
@@ -173,7 +210,9 @@ class ChatTemplate:
         except SecurityError as error:
             raise ChatTemplateError(f"the chat template does what it may not: {_reason(error)}") from error
         except jinja2.UndefinedError as error:
-            raise ChatTemplateError(f"the chat template needs what it was not given: {_reason(error)}") from error
+            raise ChatTemplateError(
+                f"the chat template needs what it was not given: {_reason(error)}"
+            ) from error
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {_reason(error)}") from error
         except Exception as error:
@@ -182,7 +221,7 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _filtered(expression: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(expression: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(expression, name, [], [], None, None, lineno=expression.lineno)
 
 

@@ -44,6 +44,7 @@ class Vocabulary:
         self._size = parts.vocab_size
         self._byte_level = False
         self._byte_fallback = False
+        self._fused = False
         self._replace: list[tuple[str, str]] = []
         self._drop_in_first: str | None = None
         self._unsupported: str | None = None
@@ -61,19 +62,23 @@ class Vocabulary:
             self._byte_fallback = True
         elif kind == "Replace" and "String" in step["pattern"]:
             self._replace.append((step["pattern"]["String"], step["content"]))
-        elif kind == "Strip" and step["content"] == " " and step["stop"] == 0:
+        elif kind == "Strip" and self._fused and step["content"] == " " and step["stop"] == 0:
             self.strip_left += step["start"]
+        elif kind == "Fuse":
+            self._fused = True
         elif kind == "Metaspace":
             self._replace.append((step["replacement"], " "))
             if step["prepend_scheme"] != "never":
                 self._drop_in_first = step["replacement"]
-        elif kind != "Fuse":
+        else:
             self._unsupported = kind
 
     def check_id(self, token_id: int) -> None:
         """Refuse an id that is not one of ``0 .. vocab_size - 1``."""
         if not 0 <= token_id < self._size:
-            raise TokenizerError(f"token id {token_id} is not in the vocabulary: ids are 0 to {self._size - 1}")
+            raise TokenizerError(
+                f"token id {token_id} is not in the vocabulary: ids are 0 to {self._size - 1}"
+            )
 
     def bytes_of(self, token_id: int, *, first: bool = False) -> bytes:
         """The bytes of one token; ``first`` when it opens a text. An id without a token has none."""

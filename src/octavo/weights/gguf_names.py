@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.weights.errors import WeightsError
 from octavo.weights.gguf import GGUFFile
+
+Floats = NDArray[np.float32]
 
 # HF computes these factors from its config; in a GGUF they are data. The name stays GGUF's.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -101,20 +104,20 @@ def hf_name(file: GGUFFile, name: str) -> str:
     )
 
 
-def hf_layout(file: GGUFFile, hf_name: str, tensor: Tensor) -> Tensor:
+def hf_layout(file: GGUFFile, hf_name: str, tensor: Floats) -> Floats:
     """A GGUF tensor in HF's layout. May change the tensor in place."""
     arch = architecture(file)
     if arch == "llama" and (match := _ROTARY.fullmatch(hf_name)):
         heads = _head_count(file, "head_count" if match[2] == "q" else "head_count_kv", int(match[1]))
         return unpermute(tensor, heads, hf_name)
     if arch == "gemma3" and hf_name.endswith("norm.weight"):
-        return tensor.sub_(1)
+        return np.subtract(tensor, 1, out=tensor)
     if arch == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", hf_name):
-        return tensor.T.contiguous()
+        return np.ascontiguousarray(tensor.T)
     return tensor
 
 
-def unpermute(tensor: Tensor, num_heads: int, name: str) -> Tensor:
+def unpermute(tensor: Floats, num_heads: int, name: str) -> Floats:
     """Rows of each head from interleaved rotary pairs to two halves. tensor [num_heads * head_dim, ...].
 
     With head_dim 4, rows stored as 0 2 1 3 come back as 0 1 2 3.
@@ -124,8 +127,8 @@ def unpermute(tensor: Tensor, num_heads: int, name: str) -> Tensor:
         raise WeightsError(
             f"tensor {name!r} has {rows} rows, which do not make {num_heads} heads of an even size"
         )
-    pairs = tensor.view(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _head_count(file: GGUFFile, what: str, layer: int) -> int:

@@ -15,7 +15,6 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -198,7 +197,7 @@ def resolve(
         raise WeightsError(
             f"there is no folder or .gguf file {text[:200]}, and it is not one of: {', '.join(models)}"
         )
-    return _from_hub(text, progress, models)
+    return _from_hub(text, models)
 
 
 def _known(name: str, models: Mapping[str, KnownModel]) -> KnownModel:
@@ -315,12 +314,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _NoBar(tqdm):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"disable": True})
-
-
-def _from_hub(name: str, progress: bool, models: Mapping[str, KnownModel]) -> Path:
+def _from_hub(name: str, models: Mapping[str, KnownModel]) -> Path:
+    """huggingface_hub's own cache, settings and bars (HF_HOME, HF_TOKEN, HF_HUB_DISABLE_PROGRESS_BARS)."""
     # Imported here because it takes longer than everything else in this file, and few runs need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -332,14 +327,7 @@ def _from_hub(name: str, progress: bool, models: Mapping[str, KnownModel]) -> Pa
     )
 
     try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=_HUB_PATTERNS,
-                ignore_patterns=["*/*"],
-                tqdm_class=None if progress else _NoBar,
-            )
-        )
+        return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS, ignore_patterns=["*/*"]))
     except GatedRepoError:
         reason = "its licence must be accepted on the hub first, with a token set"
     except RepositoryNotFoundError:

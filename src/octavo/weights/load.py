@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,15 +90,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def _gguf_tensors(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
-    # Private pages of the file: nothing is read until a tensor asks for it, and nothing is ever written back.
-    size = file.path.stat().st_size
-    raw = torch.from_file(str(file.path), shared=False, size=size, dtype=torch.uint8)
+    raw = np.memmap(file.path, np.uint8, "r").view(np.ndarray)
     for name, info in file.tensors.items():
-        if info.offset + info.num_bytes > size:
+        if info.offset + info.num_bytes > raw.size:
             raise WeightsError(f"{file.path.name} has changed since it was opened")
-        tensor = dequantize(info, raw[info.offset : info.offset + info.num_bytes])
+        values = dequantize(info, raw[info.offset : info.offset + info.num_bytes])
         hf_name = gguf_names.hf_name(file, name)
-        yield hf_name, gguf_names.hf_layout(file, hf_name, tensor)
+        yield hf_name, torch.from_numpy(gguf_names.hf_layout(file, hf_name, values))
 
 
 def load_into(
@@ -142,6 +141,51 @@ def load_into(
         )  # fmt: skip
 
 
+class Target(Protocol):
+    """A model that knows its weights by canonical names and copies each into place."""
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]: ...
+
+    def load_weight(self, name: str, tensor: Tensor) -> None: ...
+
+
+def load_model(target: Target, checkpoint: Checkpoint, *, tied: bool, canonical: Canonical) -> None:
+    """As :func:`load_into`, for a model whose parameters are laid out in its own way.
+
+    A tied model expects no lm_head.weight; one that the checkpoint brings must equal the embedding.
+    """
+    expected = target.expected_weights()
+    loaded: set[str] = set()
+    extra: list[str] = []
+    converted: Counter[torch.dtype] = Counter()
+    to_compare: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in _canonical_tensors(checkpoint, canonical):
+            if name in loaded:
+                raise WeightsError(f"{checkpoint.path.name} has two tensors for {name!r}")
+            if tied and name in (EMBEDDING, LM_HEAD):
+                to_compare[name] = tensor
+            if name not in expected:
+                if not (tied and name == LM_HEAD):
+                    extra.append(name)
+                continue
+            _check_shape(name, expected[name], tensor)
+            converted[tensor.dtype] += 1
+            target.load_weight(name, tensor)
+            loaded.add(name)
+    if len(to_compare) == 2 and not torch.equal(to_compare[LM_HEAD], to_compare[EMBEDDING]):
+        raise WeightsError(
+            f"the config ties {LM_HEAD} to {EMBEDDING}, but the checkpoint holds two different tensors"
+        )
+    _check_complete(checkpoint, [name for name in expected if name not in loaded], extra)
+    for stored, count in converted.items():
+        if stored != torch.float32:
+            log.warning(
+                "%s: %d tensors stored as %s are used as float32",
+                checkpoint.path.name, count, _dtype_name(stored),
+            )  # fmt: skip
+
+
 def _canonical_tensors(checkpoint: Checkpoint, canonical: Canonical | None) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in checkpoint.tensors():
         if name.endswith(_NOT_PARAMETERS):
@@ -153,10 +197,13 @@ def _canonical_tensors(checkpoint: Checkpoint, canonical: Canonical | None) -> I
 
 
 def _check(name: str, parameter: nn.Parameter, tensor: Tensor) -> None:
-    if tensor.shape != parameter.shape:
+    _check_shape(name, parameter.shape, tensor)
+
+
+def _check_shape(name: str, shape: Sequence[int], tensor: Tensor) -> None:
+    if tuple(tensor.shape) != tuple(shape):
         raise WeightsError(
-            f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint "
-            f"and {list(parameter.shape)} in the model"
+            f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint and {list(shape)} in the model"
         )
     if tensor.dtype not in _FLOATS:
         allowed = ", ".join(_dtype_name(dtype) for dtype in _FLOATS)

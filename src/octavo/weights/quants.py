@@ -1,141 +1,175 @@
-"""From GGML's block formats to float32, in torch operations over whole rows of blocks.
+"""From GGML's block formats to float32, over many blocks at once.
 
-Every formula multiplies first and adds second, each rounded to float32, in the order that the formats
-define, so the result does not depend on how the blocks are cut into chunks or shared among threads.
+In numpy on one thread, because it is limited by memory anyway, and because the parallel loops of torch wait
+for each other at every operation: ten times slower where other processes use the CPUs too.
+Every formula multiplies first and adds second, each rounded to float32, as the formats define it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from octavo.weights.errors import WeightsError
 from octavo.weights.gguf import GGML_TYPES, TensorInfo
 
-# Blocks per call: bounds the temporaries (about 70 MB for the K types) without costing speed.
-_CHUNK_BLOCKS = 1 << 16
+# Blocks per call, so that the temporaries stay in the cache.
+_CHUNK_BLOCKS = 4096
 _TYPES = {kind.name: kind for kind in GGML_TYPES.values()}
 
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
-def dequantize(info: TensorInfo, data: Tensor) -> Tensor:
+
+def dequantize(info: TensorInfo, data: Bytes) -> Floats:
     """The tensor as float32 of ``info.shape``, in memory of its own.
 
     ``data`` is uint8 [info.num_bytes], the tensor's bytes. Raises WeightsError for a type without a formula.
     """
-    out = torch.empty(info.shape, dtype=torch.float32)
-    if info.ggml_type in _PLAIN:
-        # The view needs an aligned start, which a small general.alignment does not promise.
-        aligned = data if data.data_ptr() % 4 == 0 else data.clone()
-        out.view(-1).copy_(aligned.view(_PLAIN[info.ggml_type]))
-        return out
     formula = _FORMULAS.get(info.ggml_type)
     if formula is None:
-        known = ", ".join([*_PLAIN, *_FORMULAS])
+        known = ", ".join(_FORMULAS)
         raise WeightsError(f"tensor {info.name!r} has the type {info.ggml_type}, supported are {known}")
+    out = np.empty(info.shape, np.float32)
     kind = _TYPES[info.ggml_type]
-    blocks = data.view(-1, kind.block_bytes)
-    rows = out.view(-1, kind.block_size)
-    for start in range(0, blocks.shape[0], _CHUNK_BLOCKS):
+    # A type without blocks is cut into rows of no particular length: here, one row.
+    plain = kind.block_size == 1
+    blocks = data.reshape(1, -1) if plain else data.reshape(-1, kind.block_bytes)
+    rows = out.reshape(1, -1) if plain else out.reshape(-1, kind.block_size)
+    for start in range(0, len(blocks), _CHUNK_BLOCKS):
         formula(blocks[start : start + _CHUNK_BLOCKS], rows[start : start + _CHUNK_BLOCKS])
     return out
 
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 # Each formula takes blocks uint8 [n, block_bytes] and fills out float32 [n, block_size].
 
 
-def _half(blocks: Tensor, byte: int) -> Tensor:
+def _f32(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view(np.float32)
+
+
+def _f16(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks.view(np.float16)
+
+
+def _bf16(blocks: Bytes, out: Floats) -> None:
+    np.left_shift(blocks.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _packed(blocks: Bytes, start: int, stop: int, dtype: Any = np.uint8) -> NDArray[Any]:
+    """A range of bytes of every block as [n, items of dtype], contiguous."""
+    return np.ascontiguousarray(blocks[:, start:stop]).view(dtype)
+
+
+def _half(blocks: Bytes, byte: int) -> Floats:
     """The float16 at a byte of every block, as float32 [n, 1]."""
-    return blocks[:, byte : byte + 2].contiguous().view(torch.float16).float()
+    return _packed(blocks, byte, byte + 2, np.float16).astype(np.float32)
 
 
-def _nibbles(packed: Tensor, out: Tensor) -> None:
-    """packed uint8 [n, 16] -> out [n, 32]: the low nibbles, then the high ones."""
-    halves = out.view(-1, 2, 16)
-    halves[:, 0].copy_(packed & 15)
-    halves[:, 1].copy_(packed >> 4)
+def _nibbles(blocks: Bytes, start: int) -> Bytes:
+    """16 bytes of every block -> [n, 32]: the low nibbles, then the high ones."""
+    packed = _packed(blocks, start, start + 16, np.uint64)
+    halves = np.empty((len(blocks), 2, 2), np.uint64)
+    halves[:, 0] = packed
+    np.right_shift(packed, 4, out=halves[:, 1])
+    halves &= 0x0F0F0F0F0F0F0F0F
+    return halves.view(np.uint8).reshape(-1, 32)
 
 
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """packed uint8 [n, 4], bit j for value j -> [n, 32] of 0 or 16."""
-    bits = packed[:, :, None] >> torch.arange(8, dtype=torch.uint8)
-    return (bits & 1).mul_(16).flatten(1)
+def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
+    """4 bytes of every block, bit j for value j -> [n, 32] of 0 or 16."""
+    bits = np.unpackbits(_packed(blocks, start, start + 4), axis=1, bitorder="little")
+    return np.left_shift(bits, 4, out=bits)
 
 
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    _nibbles(blocks[:, 2:], out)
-    out.sub_(8).mul_(_half(blocks, 0))
+def _q4_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = _nibbles(blocks, 2)
+    out -= 8
+    out *= _half(blocks, 0)
 
 
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    _nibbles(blocks[:, 4:], out)
-    out.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+def _q4_1(blocks: Bytes, out: Floats) -> None:
+    out[...] = _nibbles(blocks, 4)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
 
 
-def _q5_0(blocks: Tensor, out: Tensor) -> None:
-    _nibbles(blocks[:, 6:], out)
-    out.add_(_fifth_bits(blocks[:, 2:6])).sub_(16).mul_(_half(blocks, 0))
+def _q5_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = _nibbles(blocks, 6) | _fifth_bits(blocks, 2)
+    out -= 16
+    out *= _half(blocks, 0)
 
 
-def _q5_1(blocks: Tensor, out: Tensor) -> None:
-    _nibbles(blocks[:, 8:], out)
-    out.add_(_fifth_bits(blocks[:, 4:8])).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+def _q5_1(blocks: Bytes, out: Floats) -> None:
+    out[...] = _nibbles(blocks, 8) | _fifth_bits(blocks, 4)
+    out *= _half(blocks, 0)
+    out += _half(blocks, 2)
 
 
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_half(blocks, 0))
+def _q8_0(blocks: Bytes, out: Floats) -> None:
+    out[...] = blocks[:, 2:].view(np.int8)
+    out *= _half(blocks, 0)
 
 
-def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
+def _k_scales(packed: Bytes) -> tuple[Floats, Floats]:
     """The 6-bit scales and minima of 8 sub-blocks, packed uint8 [n, 12] -> two float32 [n, 8, 1].
 
     Bytes 0-3 hold scales 0-3, bytes 4-7 minima 0-3, in their low 6 bits; their top 2 bits are the top bits of
     scales and minima 4-7, whose low 4 bits are the low and the high nibbles of bytes 8-11.
     """
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = torch.cat([first & 63, (rest & 15) | ((first >> 6) << 4)], dim=1)
-    minima = torch.cat([second & 63, (rest >> 4) | ((second >> 6) << 4)], dim=1)
-    return scales.float()[:, :, None], minima.float()[:, :, None]
+    scales = np.concatenate([first & 63, (rest & 15) | ((first >> 6) << 4)], axis=1)
+    minima = np.concatenate([second & 63, (rest >> 4) | ((second >> 6) << 4)], axis=1)
+    return scales.astype(np.float32)[:, :, None], minima.astype(np.float32)[:, :, None]
 
 
-def _k_affine(blocks: Tensor, out: Tensor, high_bits: Tensor | None, first_byte: int) -> None:
-    """Q4_K and Q5_K: 8 sub-blocks of 32, each with a scale and a minimum of its own."""
-    packed = blocks[:, first_byte : first_byte + 128].reshape(-1, 4, 32)
-    values = out.view(-1, 4, 2, 32)
-    values[:, :, 0].copy_(packed & 15)
-    values[:, :, 1].copy_(packed >> 4)
-    values = out.view(-1, 8, 32)
-    if high_bits is not None:
-        values.add_(high_bits)
-    scales, minima = _k_scales(blocks[:, 4:16])
-    values.mul_(scales.mul_(_half(blocks, 0)[:, :, None])).sub_(minima.mul_(_half(blocks, 2)[:, :, None]))
+def _k_nibbles(blocks: Bytes, start: int) -> Bytes:
+    """128 bytes of every block -> [n, 8, 32]: each run of 32 bytes is two sub-blocks, low nibbles first."""
+    packed = _packed(blocks, start, start + 128).reshape(-1, 4, 1, 32)
+    return np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def _q4_k(blocks: Tensor, out: Tensor) -> None:
-    _k_affine(blocks, out, None, 16)
+def _k_affine(blocks: Bytes, values: Bytes, out: Floats) -> None:
+    """values [n, 8, 32] by each sub-block's own scale and minimum, as in Q4_K and Q5_K."""
+    scales, minima = _k_scales(_packed(blocks, 4, 16))
+    scales *= _half(blocks, 0)[:, :, None]
+    minima *= _half(blocks, 2)[:, :, None]
+    rows = out.reshape(-1, 8, 32)
+    np.multiply(values, scales, out=rows)
+    rows -= minima
 
 
-def _q5_k(blocks: Tensor, out: Tensor) -> None:
+def _q4_k(blocks: Bytes, out: Floats) -> None:
+    _k_affine(blocks, _k_nibbles(blocks, 16), out)
+
+
+def _q5_k(blocks: Bytes, out: Floats) -> None:
     # Bit s of byte l belongs to value l of sub-block s.
-    bits = blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]
-    _k_affine(blocks, out, (bits & 1).mul_(16), 48)
+    bits = _packed(blocks, 16, 48)[:, None, :] >> np.arange(8, dtype=np.uint8)[:, None]
+    _k_affine(blocks, _k_nibbles(blocks, 48) | np.left_shift(bits & 1, 4, dtype=np.uint8), out)
 
 
-def _q6_k(blocks: Tensor, out: Tensor) -> None:
+def _q6_k(blocks: Bytes, out: Floats) -> None:
     """Two halves of 128; in each, values 0-63 are the low nibbles of 64 bytes, 64-127 the high ones."""
-    low = blocks[:, 0:128].reshape(-1, 2, 1, 2, 32)
-    low = torch.cat([low & 15, low >> 4], dim=2).view(-1, 2, 4, 32)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
-    out.view(-1, 2, 4, 32).copy_(low | (high << 4))
-    scales = blocks[:, 192:208].contiguous().view(torch.int8).float().mul_(_half(blocks, 208))
-    out.sub_(32).view(-1, 16, 16).mul_(scales[:, :, None])
+    packed = _packed(blocks, 0, 128).reshape(-1, 2, 1, 64)
+    low = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 2, 4, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = (_packed(blocks, 128, 192).reshape(-1, 2, 1, 32) >> shifts) & 3
+    values = low | (high << 4)
+    scales = _packed(blocks, 192, 208, np.int8) * _half(blocks, 208)
+    rows = out.reshape(-1, 16, 16)
+    rows[...] = values.reshape(-1, 16, 16)
+    rows -= 32
+    rows *= scales[:, :, None]
 
 
-_FORMULAS: dict[str, Callable[[Tensor, Tensor], None]] = {
+_FORMULAS: dict[str, Callable[[Bytes, Floats], None]] = {
+    "F32": _f32,
+    "F16": _f16,
+    "BF16": _bf16,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
