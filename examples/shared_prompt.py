@@ -140,17 +140,17 @@ def serve(llm: LLM, params: SamplingParams, chats: list[Chat], console: Console)
             most_blocks = max(most_blocks, engine.scheduler_stats.used_blocks)
             progress.update(task, completed=sum(chat.done for chat in chats))
             if console.is_terminal:
-                live.update(Group(answers(chats), progress.get_renderable()))
+                live.update(Group(answers(chats, height=11), progress.get_renderable()))
     console.print(answers(chats))
     return most_blocks
 
 
-def answers(chats: list[Chat]) -> Columns:
+def answers(chats: list[Chat], height: int | None = None) -> Columns:
     """The first few chats side by side, or one under another where the window is narrow."""
     panels = [
         Panel(
             f"[bold]{chat.question}[/]\n{_escaped(chat.text)}",
-            height=11,
+            height=height,
             border_style="green" if chat.done else "dim",
         )
         for chat in chats[:SHOWN]

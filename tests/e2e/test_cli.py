@@ -1,15 +1,20 @@
 """The command line as a user meets it: a process, its two streams and its exit code."""
 
+import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
+
+from octavo.cli.app import exit_code
 
 COMMANDS = [[], ["pull"], ["models"], ["run"], ["bench"], ["bench", "attention"], ["bench", "throughput"]]
 
@@ -133,76 +138,106 @@ def test_a_reader_that_leaves_is_no_traceback():
 
 
 MODEL = "smollm2-135m-instruct"
-GREEDY = ("--temperature", "0", "--kv-cache-memory", "256MiB")
+SMALL = ("--temperature", "0", "--kv-cache-memory", "256MiB", "--max-model-len", "2k")
 
 
 @pytest.mark.real_model
-@pytest.mark.usefixtures("smollm2_path")
-class TestWithTheModel:
-    def ask(self, *args: str):
-        result = octavo("run", MODEL, *GREEDY, "--json", *args)
-        assert result.returncode == 0, text(result.stderr)
-        assert len(text(result.stdout).splitlines()) == 1
-        return json.loads(result.stdout)
+class TestAnswers:
+    """Many small questions to one loaded model: the commands run here, only the loading is done once."""
 
-    def test_json_says_everything(self):
-        answer = self.ask("--prompt", "What is the capital of France?", "--max-tokens", "24")
-        assert "Paris" in answer["text"]
-        assert answer["finish_reason"] in ("stop", "length")
-        assert 0 < len(answer["token_ids"]) <= 24
-        assert answer["num_cached_tokens"] == 0
-        assert isinstance(answer["cache_miss_reason"], str)
-        assert answer["attention"] == "fused"
-        assert answer["isa"]
-        timings = answer["timings"]
-        assert 0 < timings["first_token_s"] < timings["total_s"]
-        assert timings["load_s"] > 0
+    @pytest.fixture(scope="class")
+    def llm(self, smollm2_path):
+        from octavo import LLM
 
-    def test_raw_goes_on_without_the_template_and_stops_before_the_stop_text(self):
-        answer = self.ask("--raw", "--prompt", "1, 2, 3, 4, 5,", "--stop", "8", "--max-tokens", "16")
+        return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048)
+
+    @pytest.fixture
+    def octavo_run(self, llm, monkeypatch, capsys):
+        def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+            monkeypatch.setattr("octavo.cli.run.load", lambda model, engine: llm)
+            monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+            code = exit_code(["run", MODEL, "--temperature", "0", *args])
+            out, err = capsys.readouterr()
+            return code, out, err
+
+        return call
+
+    @pytest.fixture
+    def ask(self, octavo_run):
+        def call(*args: str) -> dict[str, Any]:
+            code, out, err = octavo_run("--json", *args)
+            assert (code, err) == (0, "")
+            return json.loads(out)
+
+        return call
+
+    def test_raw_goes_on_without_the_template_and_stops_before_the_stop_text(self, ask):
+        answer = ask("--raw", "--prompt", "1, 2, 3, 4, 5,", "--stop", "8", "--max-tokens", "16")
         assert answer["text"].strip().startswith("6, 7")
         assert "8" not in answer["text"]
         assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "8")
 
-    def test_the_text_is_the_same_plain_from_stdin_and_with_another_backend(self):
-        asked = ("--max-tokens", "12", "--system", "You are brief.")
-        want = self.ask("--prompt", "Say hello.", *asked)["text"]
-        plain = octavo("run", MODEL, *GREEDY, "--prompt", "-", *asked, stdin="Say hello.")
-        assert text(plain.stdout) == want + "\n"
-        assert self.ask("--prompt", "Say hello.", "--attention", "sdpa", *asked)["text"] == want
+    def test_the_plain_text_is_that_of_the_json_and_stdin_is_a_prompt_too(self, ask, octavo_run):
+        asked = ("--max-tokens", "8", "--system", "You are brief.")
+        want = ask("--prompt", "Say hello.", *asked)["text"]
+        assert octavo_run("--prompt", "-", *asked, stdin="Say hello.") == (0, want + "\n", "")
 
-    def test_a_seed_repeats(self):
-        asked = ("--prompt", "Tell a story.", "--temperature", "1", "--max-tokens", "8", "--seed")
-        assert self.ask(*asked, "7")["token_ids"] == self.ask(*asked, "7")["token_ids"]
+    def test_a_seed_repeats_and_the_prompt_is_cached(self, ask):
+        asked = ("--prompt", "Tell a story.", "--temperature", "1", "--max-tokens", "6", "--seed")
+        first, again, other = ask(*asked, "7"), ask(*asked, "7"), ask(*asked, "8")
+        assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+        assert again["num_cached_tokens"] == again["num_prompt_tokens"] - 1
 
-    def test_a_prompt_that_is_too_long_names_both_numbers(self):
-        result = octavo("run", MODEL, "--max-model-len", "64", "--raw", "--prompt", "word " * 100)
-        refused(result, 1, "64")
+    @pytest.mark.parametrize(
+        ("prompt", "words"),
+        [("", ["empty"]), ("a\udcff", ["surrogate"]), ("word " * 3000, ["2048"])],
+        ids=["empty", "not UTF-8", "too long"],
+    )
+    def test_a_prompt_that_cannot_be_served_is_one_sentence(self, octavo_run, prompt, words):
+        code, out, err = octavo_run("--raw", "--prompt", prompt)
+        assert (code, out) == (1, "")
+        assert len(err.splitlines()) == 1
+        assert all(word in err for word in words)
 
-    @pytest.mark.parametrize("prompt", [b"", b"\xff\xfe"], ids=["empty", "not UTF-8"])
-    def test_a_prompt_that_is_no_text_is_one_sentence(self, prompt):
-        refused(octavo("run", MODEL, "--raw", "--prompt", "-", *GREEDY, stdin=prompt), 1)
 
-    def test_a_pipe_is_a_chat_of_one_turn_a_line(self):
-        lines = "My name is Ada.\n/system\nWhat is my name?\n/fly\n/new\n/help\n"
-        result = octavo("run", MODEL, *GREEDY, "--max-tokens", "24", stdin=lines)
-        out = text(result.stdout)
-        assert result.returncode == 0, text(result.stderr)
-        first, second = [line for line in out.splitlines() if "prompt tokens cached" in line]
-        assert " 0 of " in first
-        assert " 0 of " not in second  # the second turn reuses the first and its reply
-        for words in ("No system prompt is set", "Unknown command /fly", "New conversation", "/exit"):
-            assert words in out
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_one_json_object_says_everything():
+    result = octavo("run", MODEL, *SMALL, "--json", "--prompt", "What is the capital of France?")
+    assert result.returncode == 0, text(result.stderr)
+    assert len(text(result.stdout).splitlines()) == 1
+    answer = json.loads(result.stdout)
+    assert "Paris" in answer["text"]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", None)
+    assert answer["token_ids"]
+    assert answer["num_cached_tokens"] == 0
+    assert isinstance(answer["cache_miss_reason"], str)
+    assert answer["attention"] == "fused"
+    assert answer["isa"]
+    timings = answer["timings"]
+    assert 0 < timings["first_token_s"] <= timings["total_s"]
+    assert timings["load_s"] > 0
 
-    def test_a_full_context_drops_the_oldest_turns_and_goes_on(self):
-        turn = "Please repeat these words to me: " + "whale " * 20 + "\n"
-        args = ("--max-model-len", "128", "--max-tokens", "16")
-        result = octavo("run", MODEL, *GREEDY, *args, stdin=turn * 4 + "whale " * 200 + "\nHello!\n")
-        out = text(result.stdout)
-        assert result.returncode == 0, text(result.stderr)
-        assert out.count("prompt tokens cached") == 5
-        assert "The context is full: the oldest turn was dropped" in out
-        assert "and the context holds 128: shorten it" in out
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_a_pipe_is_a_chat_that_outlives_bad_lines_and_a_full_context():
+    turn = "Repeat these words to me: " + "whale " * 20
+    lines = ["My name is Ada.", "/system", "What is my name?", "/fly", "/help", "/new"]
+    lines += [turn] * 3 + ["whale " * 200, "Hello!", "/exit", "not sent"]
+    args = ("--max-model-len", "128", "--max-tokens", "8", "--attention", "sdpa")
+    result = octavo("run", MODEL, *SMALL, *args, stdin="\n".join(lines))
+    out = text(result.stdout)
+    assert result.returncode == 0, text(result.stderr)
+    assert text(result.stderr) == ""
+    summaries = [line for line in out.splitlines() if "prompt tokens cached" in line]
+    assert len(summaries) == 6
+    assert " 0 of " in summaries[0]
+    assert " 0 of " not in summaries[1]  # the second turn reuses the first and its reply
+    for words in ("No system prompt is set", "Unknown command /fly", "New conversation", "/system TEXT"):
+        assert words in out
+    assert re.search(r"The context is full: the oldest (turn was|\d turns were) dropped", out)
+    assert "and the context holds 128: shorten it" in out
 
 
 def read_until(fd: int, words: str, seconds: float = 60.0) -> str:
@@ -222,12 +257,14 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
     child, fd = pty.fork()
     if child == 0:
         code = "from octavo.cli import main; main()"
-        args = ["run", MODEL, *GREEDY, "--max-tokens", "2000"]
-        os.execve(sys.executable, [sys.executable, "-c", code, *args], os.environ | {"TERM": "dumb"})
+        os.execve(
+            sys.executable, [sys.executable, "-c", code, "run", MODEL, *SMALL], os.environ | {"TERM": "dumb"}
+        )
     try:
         read_until(fd, "> ")
-        os.write(fd, b"Count from one to one thousand, in words.\n")
-        read_until(fd, "three")
+        os.write(fd, b"Write a very long story about a whale and a boy.\n")
+        read_until(fd, "boy.\r\n")
+        assert select.select([fd], [], [], 60.0)[0]
         os.write(fd, b"\x03")
         read_until(fd, "stopped")
         read_until(fd, "> ")
@@ -244,7 +281,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
 @pytest.mark.usefixtures("smollm2_path")
 def test_ctrl_c_in_a_one_shot_answer_is_exit_130():
     code = "from octavo.cli import main; main()"
-    args = ["run", MODEL, *GREEDY, "--max-tokens", "4000", "--raw", "--prompt", "One, two, three, four,"]
+    args = ["run", MODEL, *SMALL, "--max-tokens", "1500", "--raw", "--prompt", "One, two, three, four,"]
     child = subprocess.Popen(
         [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )

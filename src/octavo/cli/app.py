@@ -58,10 +58,11 @@ def main(args: list[str] | None = None) -> None:
     sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
-    sys.exit(_exit_code(sys.argv[1:] if args is None else args))
+    sys.exit(exit_code(sys.argv[1:] if args is None else args))
 
 
-def _exit_code(args: list[str]) -> int:
+def exit_code(args: list[str]) -> int:
+    """Run the command line; returns the exit code, with the error told on stderr."""
     try:
         code = app(args=args, prog_name="octavo", standalone_mode=False)
         sys.stdout.flush()
