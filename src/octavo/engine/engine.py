@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.runner import Runner, StepResult
-from octavo.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput, SchedulerStats
 from octavo.request import (
     CompletionOutput,
     Logprob,
