@@ -48,6 +48,16 @@ def test_t07_plain_text_never_becomes_a_control_token(tokenizer: Tokenizer, text
     assert tokenizer.decode(ids) == text
 
 
+@given(text=MIXED)
+def test_t07_plain_text_is_what_it_would_be_without_control_tokens(
+    byte_level: Tokenizer, byte_level_folder: Path, text: str
+) -> None:
+    state = json.loads((byte_level_folder / "tokenizer.json").read_text())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+    without = tokenizers.Tokenizer.from_str(json.dumps(state))
+    assert byte_level.encode(text) == without.encode(text, add_special_tokens=False).ids
+
+
 @pytest.fixture(scope="module")
 def byte_level_reference(byte_level_folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(byte_level_folder)
