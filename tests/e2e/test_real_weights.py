@@ -12,9 +12,9 @@ from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
 from octavo.kernels.api import AttentionSpec
 from octavo.models.decoder import Decoder
-from octavo.models.registry import canonical
+from octavo.models.registry import MODELS
 from octavo.weights import hub
-from octavo.weights.load import open_checkpoint
+from octavo.weights.load import load_model, open_checkpoint
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 16
@@ -50,13 +50,15 @@ def config_of(checkpoint):
 
 
 def load(checkpoint, change=lambda name, tensor: tensor):
-    decoder = Decoder(config_of(checkpoint))
-    missing = set(decoder.expected_weights())
-    for name, tensor in checkpoint.tensors():
-        for target, part in canonical(decoder.config.architecture, name, tensor):
-            decoder.load_weight(target, change(target, part))
-            missing.remove(target)
-    assert not missing
+    """The decoder of a checkpoint, each tensor passed through ``change``."""
+    config = config_of(checkpoint)
+    decoder = Decoder(config)
+
+    def changed(name, tensor):
+        for target, part in MODELS[config.architecture].canonical(name, tensor):
+            yield target, change(target, part)
+
+    load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=changed)
     return decoder
 
 
