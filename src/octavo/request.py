@@ -229,10 +229,13 @@ class RequestOutput:
 
     ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
     nothing comes before it. ``cache_miss_reason`` says where and why the prefix stopped matching.
-    ``error`` is one sentence when the request was refused or failed; then there are no outputs.
+    ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
+    ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
+    unique in the engine; ``label`` is the caller's own name, which several requests may carry.
     """
 
     request_id: str
+    label: str | None = None
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

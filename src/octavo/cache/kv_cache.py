@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -29,8 +30,8 @@ class KVCache:
             raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {kv_dtype!r}")
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         # zeros, not empty: a masked key's weight is exactly 0, but 0 * (garbage NaN) would not be.
-        self.key = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
-        self.value = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
+        self.key = _lazy_zeros(shape, kv_dtype).to(device)
+        self.value = _lazy_zeros(shape, kv_dtype).to(device)
         self.block_size = block_size
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +52,11 @@ class KVCache:
         """Copy the first ``num_rows`` positions of block ``src`` to block ``dst``, in every layer."""
         for cache in (self.key, self.value):
             cache[:, dst, :, :num_rows] = cache[:, src, :, :num_rows]
+
+
+def _lazy_zeros(shape: tuple[int, ...], kv_dtype: str) -> torch.Tensor:
+    """Zeros whose memory the system hands out page by page, as blocks are first written."""
+    return torch.from_numpy(np.zeros(shape, dtype=kv_dtype))
 
 
 def bytes_per_block(

@@ -15,6 +15,9 @@ import torch
 #: the order of position, so that a result never depends on chunks, batch or threads.
 SPAN = 256
 
+#: Bumped by hand whenever any kernel's results change: what was cached before is then not used.
+KERNEL_VERSION = 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

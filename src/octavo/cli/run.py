@@ -1,0 +1,164 @@
+"""``octavo run``: one answer with ``--prompt``, a chat without."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli import options as opt
+from octavo.cli.answer import Answer, receive
+from octavo.cli.errors import INTERRUPTED, USAGE, CommandError, plainly
+from octavo.request import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class OneShot:
+    """What ``--prompt`` asks for beside the sampling."""
+
+    prompt: str
+    system: str | None
+    raw: bool
+    as_json: bool
+
+
+def run(  # noqa: PLR0913  (each argument is an option of the command)
+    model: opt.Model = DEFAULT_MODEL,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Answer this and exit; - reads it from stdin.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --prompt: print one JSON object instead of the text.")
+    ] = False,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="With --prompt: continue the text as it is, without the chat template."),
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system prompt of the chat.")] = None,
+    temperature: opt.Temperature = 0.7,
+    top_p: opt.TopP = 0.95,
+    top_k: opt.TopK = 0,
+    min_p: opt.MinP = 0.0,
+    max_tokens: opt.MaxTokens = 512,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    attention: opt.Attention = "fused",
+    threads: opt.Threads = None,
+    kv_dtype: opt.KVDtype = "float32",
+    kv_cache_memory: opt.KVCacheMemory = None,
+    block_size: opt.BlockSize = 16,
+    max_model_len: opt.MaxModelLen = None,
+) -> None:
+    """Chat with a model, or answer one --prompt.
+
+    Without --prompt it reads turns from the terminal, or one turn a line from a pipe, to the end of input.
+
+    In the chat, /help lists its commands and Ctrl-C stops an answer.
+    """
+    if prompt is None and (as_json or raw):
+        raise CommandError(f"{'--json' if as_json else '--raw'} needs --prompt", USAGE)
+    if raw and system is not None:
+        raise CommandError("--system needs the chat template, which --raw leaves out", USAGE)
+    with plainly(USAGE):
+        params = SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stop or None,
+        )
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    engine = {
+        "attention": attention,
+        "block_size": block_size,
+        "kv_dtype": kv_dtype,
+        "kv_cache_memory": kv_cache_memory,
+        "max_model_len": max_model_len,
+        "num_threads": threads,
+    }
+    start = time.perf_counter()
+    llm = load(model, engine)
+    load_s = time.perf_counter() - start
+    if prompt is None:
+        from octavo.cli.chat import chat
+
+        chat(llm, params, system)
+    else:
+        _answer_once(llm, OneShot(prompt, system, raw, as_json), params, load_s)
+
+
+def load(model: str, engine: dict[str, Any]) -> LLM:
+    """The engine with the model in it, behind a spinner on a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with plainly(), console.status(f"Loading {model} ..."):
+        from octavo.llm import LLM
+
+        return LLM(model, **engine)
+
+
+def describe(llm: LLM) -> dict[str, Any]:
+    """What computes: the attention backend and its instruction set."""
+    from octavo.engine.build import isa
+
+    attention = llm.engine.config.attention
+    return {"attention": attention, "isa": isa(attention)}
+
+
+def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
+
+
+def _answer_once(llm: LLM, ask: OneShot, params: SamplingParams, load_s: float) -> None:
+    def write(piece: str) -> None:
+        if not ask.as_json:
+            print(piece, end="", flush=True)
+
+    with plainly():
+        if ask.raw:
+            stream = llm.stream(ask.prompt, params)
+        else:
+            stream = llm.stream_chat(messages_of(ask.prompt, ask.system), params)
+        answer = receive(stream, write)
+    if ask.as_json:
+        print(json.dumps(_as_json(answer, load_s) | describe(llm), ensure_ascii=False))
+    else:
+        print()
+        if sys.stderr.isatty():
+            print(answer.summary(), file=sys.stderr)
+    if answer.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _as_json(answer: Answer, load_s: float) -> dict[str, Any]:
+    output = answer.output
+    choice = output.outputs[0] if output and output.outputs else None
+    return {
+        "text": answer.text,
+        "token_ids": choice.token_ids if choice else [],
+        "finish_reason": "abort" if answer.interrupted else (choice.finish_reason if choice else None),
+        "stop_reason": choice.stop_reason if choice else None,
+        "num_prompt_tokens": len(output.prompt_token_ids) if output else None,
+        "num_cached_tokens": output.num_cached_tokens if output else None,
+        "cache_miss_reason": output.cache_miss_reason if output else None,
+        "timings": {
+            "load_s": round(load_s, 4),
+            "first_token_s": None if answer.first_token_s is None else round(answer.first_token_s, 4),
+            "total_s": round(answer.total_s, 4),
+            "tokens_per_s": None if answer.tokens_per_s is None else round(answer.tokens_per_s, 2),
+        },
+    }

@@ -1,0 +1,87 @@
+// AVX2, FMA and F16C. Compiled with those flags alone, so nothing here may be inline and shared.
+#include "attention.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <immintrin.h>
+
+namespace octavo {
+namespace {
+
+using F8 = __m256;
+
+inline F8 set8(float x) { return _mm256_set1_ps(x); }
+inline F8 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline F8 load8(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x); }
+inline F8 add8(F8 a, F8 b) { return _mm256_add_ps(a, b); }
+inline F8 sub8(F8 a, F8 b) { return _mm256_sub_ps(a, b); }
+inline F8 mul8(F8 a, F8 b) { return _mm256_mul_ps(a, b); }
+inline F8 div8(F8 a, F8 b) { return _mm256_div_ps(a, b); }
+inline F8 max8(F8 a, F8 b) { return _mm256_max_ps(a, b); }
+inline F8 fma8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
+
+// x where !(x's source < limit), else 0; a NaN source keeps x.
+inline F8 zero_below8(F8 value, F8 x, F8 limit) {
+    return _mm256_and_ps(value, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
+}
+
+// 2^n from the low bits of n + kRound.
+inline F8 power_of_two8(F8 t) {
+    const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+    return _mm256_castsi256_ps(_mm256_add_epi32(exponent, _mm256_set1_epi32(127 << 23)));
+}
+
+inline F8 load4x2(const float* a, const float* b) {
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
+}
+
+inline F8 load4x2(const uint16_t* a, const uint16_t* b) {
+    const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(a));
+    const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b));
+    return _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
+}
+
+// Four columns of eight rows; a register holds rows i and i + 4, so no shuffle crosses lanes.
+template <class T>
+inline void transpose4(const T* const* row, int d, float* out) {
+    const F8 a = load4x2(row[0] + d, row[4] + d), b = load4x2(row[1] + d, row[5] + d);
+    const F8 c = load4x2(row[2] + d, row[6] + d), e = load4x2(row[3] + d, row[7] + d);
+    const F8 ab_low = _mm256_unpacklo_ps(a, b), ab_high = _mm256_unpackhi_ps(a, b);
+    const F8 ce_low = _mm256_unpacklo_ps(c, e), ce_high = _mm256_unpackhi_ps(c, e);
+    store8(out, _mm256_shuffle_ps(ab_low, ce_low, 0x44));
+    store8(out + kPanel, _mm256_shuffle_ps(ab_low, ce_low, 0xEE));
+    store8(out + 2 * kPanel, _mm256_shuffle_ps(ab_high, ce_high, 0x44));
+    store8(out + 3 * kPanel, _mm256_shuffle_ps(ab_high, ce_high, 0xEE));
+}
+
+template <class T>
+inline void transpose8(const T* const* row, int d, float* out) {
+    transpose4(row, d, out);
+    transpose4(row, d + 4, out + 4 * kPanel);
+}
+
+void to_half(const float* x, int64_t n, uint16_t* out) {
+    for (int64_t i = 0; i < n; i += 8)
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                         _mm256_cvtps_ph(load8(x + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#include "span_kernel.inl"
+
+const Isa kIsa = {"avx2", span, merge, divide, exp_all, to_half, read_all};
+
+}  // namespace
+
+const Isa* avx2_isa() { return &kIsa; }
+
+}  // namespace octavo
+
+#else
+
+namespace octavo {
+const Isa* avx2_isa() { return nullptr; }
+}  // namespace octavo
+
+#endif

@@ -1,0 +1,124 @@
+// Any C++17 machine, with the same operations in the same order as the vector versions. Where the
+// processor has no fused multiply-add, std::fma is emulated: right, and slow.
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+
+namespace octavo {
+namespace {
+
+struct F8 {
+    float lane[8];
+};
+
+template <class F>
+inline F8 map8(F f) {
+    F8 out;
+    for (int i = 0; i < 8; ++i) out.lane[i] = f(i);
+    return out;
+}
+
+inline F8 set8(float x) {
+    return map8([&](int) { return x; });
+}
+inline F8 load8(const float* p) {
+    return map8([&](int i) { return p[i]; });
+}
+inline void store8(float* p, const F8& x) { std::memcpy(p, x.lane, sizeof x.lane); }
+inline F8 add8(const F8& a, const F8& b) {
+    return map8([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline F8 sub8(const F8& a, const F8& b) {
+    return map8([&](int i) { return a.lane[i] - b.lane[i]; });
+}
+inline F8 mul8(const F8& a, const F8& b) {
+    return map8([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline F8 div8(const F8& a, const F8& b) {
+    return map8([&](int i) { return a.lane[i] / b.lane[i]; });
+}
+// With a NaN the second operand wins, as in x86's max.
+inline F8 max8(const F8& a, const F8& b) {
+    return map8([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline F8 fma8(const F8& a, const F8& b, const F8& c) {
+    return map8([&](int i) { return std::fma(a.lane[i], b.lane[i], c.lane[i]); });
+}
+inline F8 zero_below8(const F8& value, const F8& x, const F8& limit) {
+    return map8([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : value.lane[i]; });
+}
+inline F8 power_of_two8(const F8& t) {
+    return map8([&](int i) {
+        uint32_t bits;
+        std::memcpy(&bits, &t.lane[i], 4);
+        bits = (bits << 23) + (127u << 23);
+        float out;
+        std::memcpy(&out, &bits, 4);
+        return out;
+    });
+}
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
+    if (exponent == 0) {
+        const float magnitude = float(fraction) * 0x1p-24f;
+        return sign ? -magnitude : magnitude;
+    }
+    uint32_t bits = sign | ((exponent + 112) << 23) | (fraction << 13);
+    if (exponent == 31) bits = sign | 0x7f800000u | (fraction << 13) | (fraction ? 0x400000u : 0);
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline F8 load8(const uint16_t* p) {
+    return map8([&](int i) { return to_float(p[i]); });
+}
+
+// Round to nearest, ties to even.
+inline uint16_t to_half1(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u) return uint16_t(sign | 0x7e00 | ((bits >> 13) & 0x3ff));
+    if (bits >= 0x477ff000u) return uint16_t(sign | 0x7c00);  // 65520 and above round to infinity
+    if (bits < 0x38800000u) {                                 // below 2^-14: a multiple of 2^-24
+        float magnitude;
+        std::memcpy(&magnitude, &bits, 4);
+        return uint16_t(sign | uint16_t(std::nearbyint(magnitude * 0x1p24f)));
+    }
+    const uint32_t rounded = bits + 0xfffu + ((bits >> 13) & 1);
+    return uint16_t(sign | ((rounded - (112u << 23)) >> 13));
+}
+
+template <class T>
+inline void transpose8(const T* const* row, int d, float* out) {
+    for (int k = 0; k < 8; ++k)
+        for (int i = 0; i < 8; ++i) out[k * kPanel + i] = to_float(row[i][d + k]);
+}
+
+void to_half(const float* x, int64_t n, uint16_t* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = to_half1(x[i]);
+}
+
+#include "span_kernel.inl"
+
+const Isa kIsa = {"portable", span, merge, divide, exp_all, to_half, read_all};
+
+}  // namespace
+
+const Isa& portable_isa() { return kIsa; }
+
+bool cpu_has_avx2() {
+#if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    return false;
+#endif
+}
+
+}  // namespace octavo

@@ -1,0 +1,107 @@
+// The Python face. Addresses come as integers; octavo.kernels.fused checks the tensors behind them.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+template <class T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+Shape make_shape(int num_heads, int num_kv_heads, int head_dim, int block_size, bool half) {
+    if (num_kv_heads < 1 || num_heads < num_kv_heads || num_heads % num_kv_heads != 0)
+        throw std::invalid_argument("num_heads must be a positive multiple of num_kv_heads, got " +
+                                    std::to_string(num_heads) + " and " + std::to_string(num_kv_heads));
+    if (head_dim < 8 || head_dim > 256 || head_dim % 8 != 0)
+        throw std::invalid_argument("head_dim must be a multiple of 8 up to 256, got " + std::to_string(head_dim));
+    if (block_size < 1 || block_size > kSpan || (block_size & (block_size - 1)) != 0)
+        throw std::invalid_argument("block_size must be a power of two from 1 to 256, got " +
+                                    std::to_string(block_size));
+    return {num_heads, num_kv_heads, head_dim, block_size, half};
+}
+
+int check_threads(int num_threads) {
+    if (num_threads < 1 || num_threads > 1024)
+        throw std::invalid_argument("num_threads must be between 1 and 1024, got " + std::to_string(num_threads));
+    return num_threads;
+}
+
+}  // namespace
+}  // namespace octavo
+
+NB_MODULE(_native, m) {
+    using namespace octavo;
+
+    m.attr("SPAN") = kSpan;
+    m.def("isa", [] { return std::string(choose_isa("auto").name); });
+
+    nb::class_<Shape>(m, "Shape").def(
+        "__init__",
+        [](Shape* self, int num_heads, int num_kv_heads, int head_dim, int block_size, bool half) {
+            new (self) Shape(make_shape(num_heads, num_kv_heads, head_dim, block_size, half));
+        },
+        nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "half"_a);
+
+    nb::class_<AttentionPlan>(m, "AttentionPlan")
+        .def(
+            "__init__",
+            [](AttentionPlan* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q,
+               int64_t num_seqs, int64_t max_blocks, const Shape& shape, int num_threads, const std::string& isa) {
+                new (self) AttentionPlan(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
+                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape,
+                                         check_threads(num_threads), choose_isa(isa));
+            },
+            nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
+            "num_threads"_a, "isa"_a)
+        .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
+        .def_prop_ro("isa", [](const AttentionPlan& plan) { return std::string(plan.isa().name); })
+        .def(
+            "run",
+            [](AttentionPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
+               float scale, int64_t window, uintptr_t out, uintptr_t lse) {
+                const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
+                                      num_blocks, scale, window, at<float>(out), at<float>(lse)};
+                nb::gil_scoped_release release;
+                plan.run(layer);
+            },
+            "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a);
+
+    m.def(
+        "write_kv",
+        [](uintptr_t k, int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t slots, int64_t num_tokens,
+           uintptr_t key, uintptr_t value, int64_t num_blocks, const Shape& shape, const std::string& isa) {
+            const WriteArgs args{at<const float>(k), at<const float>(v), k_stride, v_stride, at<const int64_t>(slots),
+                                 num_tokens, at<void>(key), at<void>(value), num_blocks};
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            write_kv(args, shape, kernels);
+        },
+        nb::kw_only(), "k"_a, "k_stride"_a, "v"_a, "v_stride"_a, "slots"_a, "num_tokens"_a, "key"_a, "value"_a,
+        "num_blocks"_a, "shape"_a, "isa"_a);
+
+    m.def(
+        "exp",
+        [](uintptr_t x, int64_t n, uintptr_t out, const std::string& isa) {
+            choose_isa(isa).exp(at<const float>(x), n, at<float>(out));
+        },
+        "x"_a, "n"_a, "out"_a, "isa"_a);
+
+    m.def(
+        "read_memory",
+        [](uintptr_t data, int64_t bytes, int num_threads) {
+            const Isa& kernels = choose_isa("auto");
+            nb::gil_scoped_release release;
+            return read_memory(at<const void>(data), bytes, check_threads(num_threads), kernels);
+        },
+        "data"_a, "bytes"_a, "num_threads"_a);
+}

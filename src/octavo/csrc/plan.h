@@ -1,0 +1,122 @@
+// Attention over a paged cache: what one step's layers share, and running a layer.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace octavo {
+
+// Picks the kernels: "auto" (the best that the CPU runs), "avx2" or "portable".
+// Throws std::invalid_argument for a name that is unknown, not compiled in, or not runnable here.
+const Isa& choose_isa(const std::string& name);
+
+struct Shape {
+    int num_heads;
+    int num_kv_heads;
+    int head_dim;
+    int block_size;
+    bool half;  // K and V are float16
+};
+
+// One layer's tensors. q and out: [num_tokens, num_heads, head_dim], a token's heads contiguous,
+// tokens q_stride elements apart (out is dense). key and value: [num_blocks, num_kv_heads,
+// block_size, head_dim], dense. lse: [num_tokens, num_heads], or nullptr.
+struct LayerArgs {
+    const float* q;
+    int64_t q_stride;
+    const void* key;
+    const void* value;
+    int64_t num_blocks;
+    float scale;
+    int64_t window;  // 0: none
+    float* out;
+    float* lse;
+};
+
+class AttentionPlan {
+public:
+    // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
+    // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
+    AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
+                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, int num_threads, const Isa& isa);
+
+    void run(const LayerArgs& layer);
+
+    int64_t num_tokens() const { return num_tokens_; }
+    const Isa& isa() const { return isa_; }
+
+private:
+    struct Sequence {
+        int64_t first_row;  // of q
+        int64_t q_len;
+        int64_t seq_len;
+        int64_t first_block;  // in blocks_
+    };
+    // Rows row0 .. row0 + rows - 1 of a sequence's (token, head of the group) pairs, one KV head.
+    struct Job {
+        int64_t seq;
+        int kv_head;
+        int64_t row0;
+        int rows;
+        int64_t span_begin;
+        int64_t span_end;
+        int64_t partials = -1;  // where its partials lie, when several threads share it
+    };
+    struct Item {
+        int64_t job;
+        int64_t span_begin;
+        int64_t span_end;
+    };
+
+    void divide_work(int64_t window);
+    void run_item(const LayerArgs& layer, const Item& item, float* scratch, float* partials) const;
+    void finish(const LayerArgs& layer, const Job& job, const float* m, const float* l, const float* acc) const;
+    int64_t partial_floats(const Job& job) const { return int64_t(job.rows) * (shape_.head_dim + 2); }
+    int64_t scratch_floats() const;
+
+    Shape shape_;
+    int num_threads_;
+    const Isa& isa_;
+    int group_;
+    int block_shift_;
+    int64_t num_tokens_ = 0;
+    int32_t max_block_ = -1;
+    std::vector<Sequence> seqs_;
+    std::vector<int32_t> blocks_;
+
+    // The division of work of the last window asked for, and memory that layers reuse.
+    std::mutex busy_;
+    int64_t divided_window_ = -1;
+    std::vector<Job> jobs_;
+    std::vector<Item> items_;
+    int max_rows_ = 0;
+    int64_t partials_size_ = 0;
+    std::unique_ptr<float[]> memory_;
+    int64_t memory_size_ = 0;
+};
+
+// Scatters rows of k and v ([num_tokens, num_kv_heads, head_dim], tokens row_stride elements apart)
+// into the cache; slot -1 is skipped. Throws std::invalid_argument for a slot outside the cache,
+// before anything is written.
+struct WriteArgs {
+    const float* k;
+    const float* v;
+    int64_t k_stride;
+    int64_t v_stride;
+    const int64_t* slots;
+    int64_t num_tokens;
+    void* key;
+    void* value;
+    int64_t num_blocks;
+};
+void write_kv(const WriteArgs& args, const Shape& shape, const Isa& isa);
+
+// Reads the bytes with num_threads threads, each its own part.
+uint64_t read_memory(const void* data, int64_t bytes, int num_threads, const Isa& isa);
+
+}  // namespace octavo

@@ -1,0 +1,48 @@
+"""What a request must satisfy before it enters the engine. Every refusal is a ValueError of one sentence."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from octavo.request import SamplingParams
+
+
+def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
+    """The prompt as a list of ints. Refuses an empty one, ids outside 0 .. vocab_size - 1, and more
+    than ``max_model_len`` tokens."""
+    try:
+        ids = [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise ValueError("a prompt is text or a list of token ids; this one holds something else") from None
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    if len(ids) > max_model_len:
+        raise ValueError(f"the prompt has {len(ids)} tokens, more than max_model_len ({max_model_len})")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        place, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise ValueError(
+            f"token id {token} at position {place} of the prompt is not in 0 .. {vocab_size - 1}"
+        )
+    return ids
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses token ids in the parameters that the model does not have."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in ids or ():
+            if not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
+
+
+def resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:
+    """Output tokens at most: what was asked for, or the rest of the context if that is less."""
+    room = max_model_len - prompt_len
+    if params.max_tokens == 0:
+        return 0
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {prompt_len} tokens and max_model_len is {max_model_len}: "
+            "no room is left for an answer"
+        )
+    return room if params.max_tokens is None else min(params.max_tokens, room)

@@ -1,0 +1,339 @@
+"""The synchronous engine: requests in, one step at a time, outputs out. One thread."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.config import EngineConfig
+from octavo.engine import admission
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.runner import Runner, StepResult
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput, SchedulerStats
+from octavo.request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
+from octavo.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What the engine keeps beside a :class:`Request`: its text and times."""
+
+    request: Request
+    detokenizer: IncrementalDetokenizer
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last_token_time: float | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One prompt and its choices."""
+
+    id: int
+    label: str | None
+    prompt: str | None
+    choices: list[_Choice]
+    arrival_time: float
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+
+class Engine:
+    """Extends many requests at once, each exactly as if it were alone.
+
+    ``config`` is resolved: ``config.scheduler.max_model_len`` and ``config.cache.num_blocks`` are
+    numbers. ``eos_token_ids`` end a text unless its request ignores them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        if config.scheduler.max_model_len is None:
+            raise ValueError("the engine needs a resolved max_model_len")
+        self.config = config
+        self.max_model_len: int = config.scheduler.max_model_len
+        self.vocab_size = runner.vocab_size
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        self.metrics = EngineMetrics()
+        self._runner = runner
+        self._scheduler = scheduler
+        self._entries: dict[int, _Entry] = {}
+        self._owner: dict[int, tuple[_Entry, _Choice]] = {}
+        #: Entries with something new for the caller.
+        self._touched: dict[int, _Entry] = {}
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        label: str | None = None,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> int:
+        """Queue a prompt; returns its id, unique in this engine and never reused.
+
+        ``label`` is the caller's own name for it and may be anything; ``prompt`` is its text, only
+        handed back. Lower ``priority`` goes first. Requests share cached blocks only under the same
+        ``cache_salt``. Raises ValueError, and changes nothing, when the request can never be served.
+        """
+        ids = admission.check_prompt(prompt_token_ids, self.vocab_size, self.max_model_len)
+        admission.check_params(params, self.vocab_size)
+        max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        entry_id = next(self._ids)
+        entry = _Entry(entry_id, label, prompt, [], time.monotonic())
+        if params.prompt_logprobs is not None:
+            entry.prompt_logprobs = [None] * len(ids)
+        for index in range(params.n):
+            # The prompt's log-probabilities are the same for every choice: the first computes them.
+            own = params if index == 0 else replace(params, prompt_logprobs=None)
+            request = Request(
+                id=next(self._ids),
+                label=label or "",
+                prompt_token_ids=ids,
+                params=own,
+                eos_token_ids=() if params.ignore_eos else self.eos_token_ids,
+                max_tokens=max_tokens,
+                seed=seed,
+                choice=index,
+                arrival=entry_id,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            choice = _Choice(request, self._detokenizer(ids, params))
+            if params.logprobs is not None:
+                choice.logprobs = []
+            entry.choices.append(choice)
+        for choice in entry.choices:
+            self._scheduler.add(choice.request)
+            self._owner[choice.request.id] = (entry, choice)
+        self._entries[entry_id] = entry
+        self.metrics.prompt_tokens += len(ids)
+        return entry_id
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; returns the outputs so far (cumulative) of the prompts that it touched.
+
+        An interrupt in the middle (Ctrl-C) is raised; the requests of that step end with an error,
+        which the next step returns, and everything else goes on.
+        """
+        start = time.monotonic()
+        output = self._scheduler.schedule()
+        for request in output.ended:
+            self._close(*self._owner[request.id])
+        if output.scheduled:
+            self._note_first_scheduled(output, start)
+            self._take(output, self._compute(output))
+            self._note_step(time.monotonic() - start)
+        elif self._scheduler.has_unfinished() and not output.ended:
+            raise RuntimeError("the scheduler found nothing to compute while requests wait")
+        touched, self._touched = self._touched, {}
+        for entry in touched.values():
+            if entry.finished:
+                del self._entries[entry.id]
+        return [self._output(entry) for entry in touched.values()]
+
+    def _compute(self, output: SchedulerOutput) -> StepResult:
+        try:
+            self._runner.copy_blocks(output.copies)
+            return self._runner.run(output.scheduled)
+        except BaseException:
+            # Half a step is in the cache: nothing that it wrote may be read.
+            for share in output.scheduled:
+                self._fail(*self._owner[share.request.id], "the step that computed this was interrupted")
+            self._scheduler.update(output, {})
+            raise
+
+    def abort(self, entry_id: int) -> RequestOutput | None:
+        """End a request now; its blocks are free at the next step. Returns what it had, or None when
+        there is no such request or it has ended already."""
+        entry = self._entries.get(entry_id)
+        if entry is None:
+            return None
+        for choice in entry.choices:
+            if choice.finish_reason is None:
+                self._scheduler.finish(choice.request, "abort")
+                self._close(entry, choice)
+        self._touched.pop(entry_id, None)
+        del self._entries[entry_id]
+        return self._output(entry)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._entries)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; what runs goes on with its own blocks."""
+        self._scheduler.reset_prefix_cache()
+
+    @property
+    def scheduler_stats(self) -> SchedulerStats:
+        """Queue and pool at this moment."""
+        return self._scheduler.stats
+
+    def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(
+            self.tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            prompt_ids=prompt_ids,
+        )
+
+    def _note_first_scheduled(self, output: SchedulerOutput, now: float) -> None:
+        for share in output.scheduled:
+            entry, _ = self._owner[share.request.id]
+            if entry.first_scheduled_time is None:
+                entry.first_scheduled_time = now
+
+    def _note_step(self, seconds: float) -> None:
+        stats, metrics = self._scheduler.stats, self.metrics
+        metrics.num_steps += 1
+        metrics.step_time.observe(seconds)
+        metrics.computed_tokens = stats.scheduled_tokens
+        metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
+        metrics.num_preemptions, metrics.num_evictions = stats.preemptions, stats.evictions
+
+    def _take(self, output: SchedulerOutput, result: StepResult) -> None:
+        owners = [self._owner[share.request.id] for share in output.scheduled]
+        # Failed requests leave first: what they wrote must not reach the prefix cache.
+        for request_id, sentence in result.errors.items():
+            self._fail(*self._owner[request_id], sentence)
+        self._scheduler.update(output, result.tokens)
+        now = time.monotonic()
+        for entry, choice in owners:
+            request = choice.request
+            if entry.prompt_logprobs is not None:
+                for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
+                    entry.prompt_logprobs[position] = self._with_text(logprobs)
+            if request.id in result.tokens:
+                self._touched[entry.id] = entry
+                self._accept(entry, choice, result, now)
+            elif request.finished and choice.finish_reason is None:
+                self._close(entry, choice)
+
+    def _accept(self, entry: _Entry, choice: _Choice, result: StepResult, now: float) -> None:
+        """Book one sampled token, and end the choice when it completes a stop string."""
+        request = choice.request
+        self._note_token_time(entry, choice, now)
+        if choice.logprobs is not None:
+            found = result.logprobs[request.id]
+            choice.logprobs.append(self._with_text(found))
+            choice.cumulative_logprob += found[result.tokens[request.id]].logprob
+        ended_by_token = request.finished and request.finish_reason == "stop"
+        try:
+            if not ended_by_token or request.params.include_stop_str_in_output:
+                choice.text += choice.detokenizer.push(request.output_token_ids[-1])
+        except Exception as error:  # noqa: BLE001 - text that cannot be made costs its own request only
+            self._fail(entry, choice, f"the text could not be decoded: {type(error).__name__}: {error}")
+            return
+        hit = choice.detokenizer.stop_hit
+        if hit is not None:
+            choice.finish_reason, choice.stop_reason = "stop", hit
+            self._scheduler.finish(request, "stop", stop_reason=hit)
+        if request.finished:
+            self._close(entry, choice)
+
+    def _note_token_time(self, entry: _Entry, choice: _Choice, now: float) -> None:
+        self.metrics.generation_tokens += 1
+        if choice.last_token_time is None:
+            self.metrics.time_to_first_token.observe(now - entry.arrival_time)
+        else:
+            self.metrics.inter_token.observe(now - choice.last_token_time)
+        choice.last_token_time = now
+        if entry.first_token_time is None:
+            entry.first_token_time = now
+
+    def _fail(self, entry: _Entry, choice: _Choice, sentence: str) -> None:
+        entry.error = entry.error or sentence
+        choice.finish_reason = "error"
+        self._scheduler.finish(choice.request, "error")
+        self._close(entry, choice)
+
+    def _close(self, entry: _Entry, choice: _Choice) -> None:
+        """The request has ended: release the text that was held back, and count it."""
+        if choice.finish_reason is None:
+            choice.finish_reason = choice.request.finish_reason
+            choice.stop_reason = choice.request.stop_reason
+        if choice.finish_reason != "error":
+            choice.text += choice.detokenizer.flush()
+        now = time.monotonic()
+        reason = choice.finish_reason or "error"
+        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
+        self.metrics.end_to_end.observe(now - entry.arrival_time)
+        del self._owner[choice.request.id]
+        self._touched[entry.id] = entry
+        if entry.finished:
+            entry.finished_time = now
+
+    def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+        return {
+            token: Logprob(entry.logprob, entry.rank, self.tokenizer.id_to_text(token))
+            for token, entry in logprobs.items()
+        }
+
+    def _output(self, entry: _Entry) -> RequestOutput:
+        first = entry.choices[0].request
+        return RequestOutput(
+            request_id=str(entry.id),
+            label=entry.label,
+            prompt=entry.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            outputs=[_completion(choice) for choice in entry.choices],
+            finished=entry.finished,
+            prompt_logprobs=entry.prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens or 0,
+            cache_miss_reason=first.cache_miss_reason,
+            error=entry.error,
+            metrics=RequestMetrics(
+                arrival_time=entry.arrival_time,
+                first_scheduled_time=entry.first_scheduled_time,
+                first_token_time=entry.first_token_time,
+                finished_time=entry.finished_time,
+                num_preemptions=sum(choice.request.num_preemptions for choice in entry.choices),
+            ),
+        )
+
+
+def _completion(choice: _Choice) -> CompletionOutput:
+    scored = choice.logprobs is not None
+    return CompletionOutput(
+        index=choice.request.choice,
+        text=choice.text,
+        token_ids=list(choice.request.output_token_ids),
+        cumulative_logprob=choice.cumulative_logprob if scored else None,
+        logprobs=list(choice.logprobs) if choice.logprobs is not None else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )

@@ -1,0 +1,208 @@
+"""What the process may use of the machine: memory and CPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from octavo.cache.kv_cache import bytes_per_block
+from octavo.config import EngineConfig, ModelConfig
+from octavo.engine.scheduler import fit_max_model_len
+
+#: The share of the free memory that the KV pool takes when no size is given.
+DEFAULT_MEMORY_SHARE = 0.5
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of ``size``: a number, or text such as "2GiB", "512MB" or "1.5 GiB".
+
+    kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB powers of 1024; case is ignored.
+    Raises ValueError for anything else and for sizes below 1 byte.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
+        value = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
+    if value < 1:
+        raise ValueError(f"a size must be at least 1 byte, got {size!r}")
+    return value
+
+
+def format_size(num_bytes: float) -> str:
+    """Bytes as text for people: "512.0 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process may still allocate: the least of what the machine has available and
+    of what its control groups (v1 and v2, the process's own and every one above it) leave.
+
+    ``root`` is where ``/proc`` and ``/sys`` are found (tests).
+    """
+    limits = [_mem_available(root)]
+    for folder, limit_name, usage_name in _memory_groups(root):
+        limit, usage = _read_number(folder / limit_name), _read_number(folder / usage_name)
+        if limit is not None and usage is not None:
+            limits.append(max(limit - usage + _reclaimable(folder), 0))
+    return min(limits)
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """CPUs that this process may use: its affinity, and the quota of its control groups rounded up."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    for quota in _cpu_quotas(root):
+        count = min(count, max(1, -int(-quota // 1)))
+    return max(count, 1)
+
+
+def _mem_available(root: Path) -> int:
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    if match is None:
+        raise ValueError("/proc/meminfo has no MemAvailable; give kv_cache_memory a size")
+    return int(match[1]) * 1024
+
+
+def _groups(root: Path, controller: str) -> list[tuple[Path, bool]]:
+    """Control-group folders of this process from its own up to the root: (folder, is v2)."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, v2 = root / "sys/fs/cgroup", True
+        elif controller in controllers.split(","):
+            base, v2 = root / "sys/fs/cgroup" / controller, False
+        else:
+            continue
+        # Inside a container the path may be the host's and absent here; the mount itself is then ours.
+        relative = Path(path.lstrip("/"))
+        found += [(base / part, v2) for part in (relative, *relative.parents) if (base / part).is_dir()]
+    return found
+
+
+def _memory_groups(root: Path) -> list[tuple[Path, str, str]]:
+    v1, v2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    return [(folder, *(v2 if is_v2 else v1)) for folder, is_v2 in _groups(root, "memory")]
+
+
+def _reclaimable(folder: Path) -> int:
+    """Bytes of cached files in a group's usage, which the kernel drops before it refuses memory."""
+    try:
+        text = (folder / "memory.stat").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _cpu_quotas(root: Path) -> list[float]:
+    quotas = []
+    for folder, is_v2 in _groups(root, "cpu"):
+        if is_v2:
+            try:
+                quota, _, period = (folder / "cpu.max").read_text().partition(" ")
+            except OSError:
+                continue
+            if quota.isdigit() and int(period) > 0:
+                quotas.append(int(quota) / int(period))
+        else:
+            limit = _read_number(folder / "cpu.cfs_quota_us")
+            length = _read_number(folder / "cpu.cfs_period_us")
+            if limit is not None and length and limit > 0:
+                quotas.append(limit / length)
+    return quotas
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a file; None where there is none ("max", or no such file)."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def check_block_size(size: int) -> None:
+    if not (1 <= size <= 256 and size & (size - 1) == 0):
+        raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
+
+
+def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
+    """Settle ``cache.num_blocks`` and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
+
+    The pool is, in this order: ``num_blocks``; ``kv_cache_memory``; or ``DEFAULT_MEMORY_SHARE`` of
+    ``available``, but no more than ``max_num_seqs`` sequences of ``max_model_len`` can use. A
+    ``max_model_len`` that the pool cannot hold, given or the model's own, is lowered to what it holds,
+    and the second value is one line that says so (else None).
+    """
+    cache, scheduler = config.cache, config.scheduler
+    size = cache.block_size
+    check_block_size(size)
+    per_block = bytes_per_block(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        block_size=size,
+        head_dim=model.head_dim,
+        kv_dtype=cache.kv_dtype,
+    )
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+    elif cache.kv_cache_memory is not None:
+        num_bytes = parse_size(cache.kv_cache_memory)
+        num_blocks = num_bytes // per_block
+        if num_blocks < 1:
+            raise ValueError(
+                f"kv_cache_memory of {format_size(num_bytes)} holds no block: "
+                f"one block of {size} tokens takes {format_size(per_block)}"
+            )
+        if num_bytes > available:
+            raise ValueError(
+                f"kv_cache_memory of {format_size(num_bytes)} is more than the {format_size(available)} "
+                "that the process may still use"
+            )
+    else:
+        longest = scheduler.max_model_len or model.max_position_embeddings
+        budget = int(available * DEFAULT_MEMORY_SHARE)
+        num_blocks = min(budget // per_block, scheduler.max_num_seqs * -(-longest // size))
+        if num_blocks < 1:
+            raise ValueError(
+                f"only {format_size(available)} of memory is free and one block of {size} tokens takes "
+                f"{format_size(per_block)}: no KV pool fits"
+            )
+
+    max_model_len, note = fit_max_model_len(
+        scheduler.max_model_len, model.max_position_embeddings, num_blocks * size
+    )
+    return (
+        replace(
+            config,
+            cache=replace(cache, num_blocks=num_blocks),
+            scheduler=replace(scheduler, max_model_len=max_model_len),
+        ),
+        note,
+    )

@@ -1,0 +1,205 @@
+"""From what the scheduler decided to tokens: the only hop from Python ints to tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from octavo.attention.backend import AttentionBackend
+from octavo.batch import ForwardBatch
+from octavo.cache.kv_cache import KVCache
+from octavo.engine import sampler
+from octavo.engine.step import BlockCopy, ScheduledRequest
+from octavo.request import Logprob, Request
+
+#: Prompt positions whose logits exist at the same time while a prompt is scored.
+SCORE_ROWS = 64
+
+
+class Model(Protocol):
+    """What the runner needs of a decoder."""
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """Writes this step's K and V; returns the last hidden state, [num_tokens, hidden_size]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> [n, head width] float32."""
+        ...
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step gave, by ``Request.id``.
+
+    ``prompt_logprobs`` maps a position of the prompt to the log-probabilities of the token there.
+    A request with an entry in ``errors`` (one sentence) has nothing else.
+    """
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def add(self, other: StepResult) -> None:
+        self.tokens |= other.tokens
+        self.logprobs |= other.logprobs
+        self.prompt_logprobs |= other.prompt_logprobs
+        self.errors |= other.errors
+
+
+class Runner:
+    """Runs a step on the model. Holds no request state: a step can be run again."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        *,
+        vocab_size: int,
+        device: str = "cpu",
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.attention = attention
+        self.vocab_size = vocab_size
+        self.device = device
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Run the step's copies, in order; once, before :meth:`run`."""
+        for copy in copies:
+            self.kv_cache.copy_rows(copy.src, copy.dst, copy.num_rows)
+
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
+        """Compute every share of the step and sample where a share ends at the last token.
+
+        When anything raises, the shares are computed again one by one, and only those that raise
+        again get an error. Their K and V are written a second time to the same slots, with the same
+        values, so nothing has to be undone.
+        """
+        try:
+            return self._compute(scheduled)
+        except Exception:  # noqa: BLE001 - whatever it is, it must only cost the request that causes it
+            result = StepResult()
+            for share in scheduled:
+                result.add(self._compute_alone(share))
+            return result
+
+    def _compute_alone(self, share: ScheduledRequest) -> StepResult:
+        try:
+            return self._compute([share])
+        except Exception as error:  # noqa: BLE001 - becomes this request's error
+            reason = f"the model failed on this request: {type(error).__name__}: {error}"
+            return StepResult(errors={share.request.id: reason})
+
+    @torch.inference_mode()
+    def _compute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
+        result = StepResult()
+        sampling = [s for s in scheduled if s.samples]
+        batch = build(scheduled, self.kv_cache.block_size, self.device)
+        hidden = self.model.forward(batch, self.kv_cache, self.attention)
+        _find_non_finite(hidden, scheduled, result)
+        for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
+            if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
+                self._score_prompt(hidden[first_row : first_row + share.num_tokens], share, result)
+        if sampling:
+            logits = self.model.logits(hidden[batch.logits_rows])
+            self._sample(logits, [s.request for s in sampling], result)
+        return result
+
+    def _score_prompt(self, hidden: torch.Tensor, share: ScheduledRequest, result: StepResult) -> None:
+        """Row i of ``hidden`` stands at ``share.start + i`` and scores the token after it."""
+        prompt = share.request.prompt_token_ids
+        end = min(share.num_tokens, len(prompt) - 1 - share.start)
+        entries: dict[int, dict[int, Logprob]] = {}
+        for begin in range(0, end, SCORE_ROWS):
+            rows = range(begin, min(begin + SCORE_ROWS, end))
+            targets = [prompt[share.start + i + 1] for i in rows]
+            num_best = [share.request.params.prompt_logprobs or 0] * len(rows)
+            logits = self.model.logits(hidden[rows.start : rows.stop])
+            for i, entry in zip(rows, sampler.score(logits, targets, num_best, self.vocab_size), strict=True):
+                entries[share.start + i + 1] = entry
+        result.prompt_logprobs[share.request.id] = entries
+
+    def _sample(self, logits: torch.Tensor, requests: Sequence[Request], result: StepResult) -> None:
+        sampled = sampler.sample(logits, [_sampling_row(r) for r in requests], self.vocab_size)
+        for i, request in enumerate(requests):
+            if request.id in result.errors:
+                continue
+            error, logprobs = sampled.errors[i], sampled.logprobs[i]
+            if error is not None:
+                result.errors[request.id] = error
+                continue
+            result.tokens[request.id] = sampled.token_ids[i]
+            if logprobs is not None:
+                result.logprobs[request.id] = logprobs
+
+
+def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = "cpu") -> ForwardBatch:
+    """The tensors of one step (see :class:`ForwardBatch` for shapes and an example).
+
+    ``logits_rows`` are the rows to sample from; rows of scored prompts are not among them, since
+    their logits are computed slice by slice.
+    """
+    num_seqs = len(scheduled)
+    counts = np.fromiter((s.num_tokens for s in scheduled), dtype=np.int32, count=num_seqs)
+    ends = np.fromiter((s.start + s.num_tokens for s in scheduled), dtype=np.int32, count=num_seqs)
+    cu_seqlens = np.zeros(num_seqs + 1, dtype=np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+
+    num_blocks = -(-ends // block_size)
+    block_table = np.zeros((num_seqs, int(num_blocks.max())), dtype=np.int32)
+    for row, share, count in zip(block_table, scheduled, num_blocks.tolist(), strict=True):
+        row[:count] = share.request.block_table[:count]
+
+    seq_of_token = np.repeat(np.arange(num_seqs), counts)
+    positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
+    blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
+    tokens = [token for share in scheduled for token in _tokens(share)]
+    last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
+    return ForwardBatch(
+        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
+        positions=torch.from_numpy(positions).to(device),
+        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
+        block_table=torch.from_numpy(block_table).to(device),
+        seq_lens=torch.from_numpy(ends).to(device),
+        cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
+        logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+    )
+
+
+def _tokens(share: ScheduledRequest) -> list[int]:
+    request, end = share.request, share.start + share.num_tokens
+    prompt_len = len(request.prompt_token_ids)
+    of_prompt = request.prompt_token_ids[share.start : end] if share.start < prompt_len else []
+    if end <= prompt_len:
+        return of_prompt
+    return of_prompt + request.output_token_ids[max(share.start - prompt_len, 0) : end - prompt_len]
+
+
+def _sampling_row(request: Request) -> sampler.SamplingRow:
+    return sampler.SamplingRow(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        end_token_ids=(*request.eos_token_ids, *(request.params.stop_token_ids or ())),
+        seed=request.seed,
+        choice=request.choice,
+    )
+
+
+def _find_non_finite(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest], result: StepResult) -> None:
+    """A NaN in a prompt's hidden states means NaN in its K and V: it must not reach the prefix cache."""
+    if torch.isfinite(hidden.sum()):
+        return
+    finite = torch.isfinite(hidden).all(dim=-1)
+    first = 0
+    for share in scheduled:
+        if not finite[first : first + share.num_tokens].all():
+            result.errors[share.request.id] = sampler.NOT_FINITE
+        first += share.num_tokens

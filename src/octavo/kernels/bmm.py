@@ -1,0 +1,44 @@
+"""All heads at once in three operators: baddbmm (scale and mask folded in), softmax, bmm."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.kernels import gather
+from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """See ``octavo.kernels.api.Kernel.why_not``: it serves everything."""
+    return None
+
+
+def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> gather.GatherPlan:
+    """Gather indices and masks. torch's own setting decides the threads, not ``num_threads``."""
+    return gather.plan(meta, spec)
+
+
+def attend(q: torch.Tensor, kv: KVLayer, plan: gather.GatherPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``octavo.kernels.api.Kernel.attend``."""
+    num_kv_heads = kv.key.shape[1]
+    repeat = q.shape[1] // num_kv_heads
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:2]) if plan.spec.need_lse else None
+    for group in plan.groups:
+        folded = gather.fold(q, group, num_kv_heads)
+        key, value = gather.keys_values(kv, group)
+        batch = folded.shape[0]
+        mask = group.mask(kv.window, repeat)
+        if batch > 1:
+            mask = mask.expand(-1, num_kv_heads, -1, -1).flatten(0, 1)
+        else:
+            mask = mask[0]
+        scores = torch.baddbmm(
+            mask, folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=kv.scale
+        )
+        result = torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1))
+        out[group.rows] = gather.unfold(result.unflatten(0, (batch, num_kv_heads)), group)
+        if lse is not None:
+            sums = torch.logsumexp(scores, dim=-1, keepdim=True).unflatten(0, (batch, num_kv_heads))
+            lse[group.rows] = gather.unfold(sums, group).squeeze(-1)
+    return out, lse

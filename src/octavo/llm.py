@@ -1,0 +1,364 @@
+"""The offline API: prompts in, answers out, in one process and one thread."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.engine.engine import Engine
+from octavo.engine.metrics import EngineMetrics
+from octavo.request import RequestOutput, SamplingParams
+from octavo.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt of a call; ``encode`` gives its token ids, or raises ValueError."""
+
+    text: str | None
+    encode: Callable[[], Sequence[int]]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+
+
+class LLM:
+    """A model, loaded and ready to answer.
+
+    Args:
+        model: a name that ``octavo models`` lists, a folder of safetensors, a ``.gguf`` file, or a
+            Hugging Face repository.
+        attention: "fused", "sdpa", "bmm", "loop" or "reference".
+        block_size: tokens per KV block, a power of two from 1 to 256.
+        kv_dtype: how K and V are stored, "float32" or "float16".
+        kv_cache_memory: size of the KV pool, such as "2GiB" or a number of bytes. By default half of
+            the memory that the process may still use, but never more than ``max_num_seqs`` sequences
+            of ``max_model_len`` need; pages are taken from the system as blocks are first written.
+        num_blocks: size of the KV pool in blocks, in place of ``kv_cache_memory``.
+        max_model_len: longest prompt and answer together, in tokens; by default the model's own limit.
+            What the pool cannot hold is lowered to what it holds, with a warning.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens that one step computes at most.
+        enable_prefix_caching: reuse the K and V of prompts that start alike.
+        num_threads: CPU threads; by default the CPUs that the process may use.
+        seed: makes the seeds that are drawn for requests without one reproducible.
+        device: where the model runs.
+
+    Raises:
+        ValueError: an option out of its range, or a model that cannot be loaded; one sentence each.
+    """
+
+    engine: Engine
+    model_name: str
+
+    def __init__(  # noqa: PLR0913 - every option of the engine, by name
+        self,
+        model: str = "smollm2-135m-instruct",
+        *,
+        attention: str = "fused",
+        block_size: int = 16,
+        kv_dtype: str = "float32",
+        kv_cache_memory: str | int | None = None,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        num_threads: int | None = None,
+        seed: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        from octavo.engine.build import build_engine
+
+        config = EngineConfig(
+            model=str(model),
+            cache=CacheConfig(
+                block_size=block_size,
+                kv_dtype=kv_dtype,
+                kv_cache_memory=kv_cache_memory,
+                num_blocks=num_blocks,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+            ),
+            attention=attention,
+            device=device,
+            num_threads=num_threads,
+            seed=seed,
+        )
+        self._attach(build_engine(config))
+
+    @classmethod
+    def from_engine(cls, engine: Engine) -> LLM:
+        """The offline API over an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model_name = engine.config.model
+        # Outputs that a step gave for requests of other calls: a generate() may run between two
+        # items of an open stream.
+        self._inbox: dict[str, list[RequestOutput]] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer together, in tokens."""
+        return self.engine.max_model_len
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at once, in the order given.
+
+        Args:
+            prompts: text, a list of token ids, or a list in which each item is either.
+            sampling_params: one for all prompts, or one per prompt.
+            use_tqdm: show a progress bar with tokens per second.
+            priority: lower goes first; one for all or one per prompt.
+            cache_salt: prompts share cached blocks only under the same salt; one for all or one each.
+
+        Returns one :class:`RequestOutput` per prompt. Among several prompts a bad one costs only
+        itself: its output has ``error`` and no choices.
+
+        Raises:
+            ValueError: the only prompt is bad, or a list has the wrong length.
+        """
+        items = _as_prompts(prompts)
+        jobs = self._jobs(
+            [(p if isinstance(p, str) else None, self._encoder(p)) for p in items],
+            sampling_params,
+            priority,
+            cache_salt,
+        )
+        return self._run(jobs, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, through the model's chat template.
+
+        A message is a mapping with "role" and "content". Everything else is as in :meth:`generate`.
+        """
+        conversations = _as_conversations(messages)
+        encoders = [(None, self._chat_encoder(c)) for c in conversations]
+        return self._run(self._jobs(encoders, sampling_params, priority, cache_salt), use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Iterator[RequestOutput]:
+        """Yield the output so far after every token; the last one is ``finished``.
+
+        The request enters the engine at the first item; a bad prompt raises ValueError there. Closing
+        the iterator early aborts the request. Several streams may be open at once.
+        """
+        encode = self._encoder(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        yield from self._stream(_Job(text, encode, sampling_params or SamplingParams(), priority, cache_salt))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Iterator[RequestOutput]:
+        """As :meth:`stream`, for one conversation through the model's chat template."""
+        encode = self._chat_encoder(messages)
+        yield from self._stream(_Job(None, encode, sampling_params or SamplingParams(), priority, cache_salt))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        self.engine.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """Counters and times since the start, a copy."""
+        return copy.deepcopy(self.engine.metrics)
+
+    def _encoder(self, prompt: Prompt) -> Callable[[], Sequence[int]]:
+        def encode() -> Sequence[int]:
+            if not isinstance(prompt, str):
+                return prompt
+            ids = self.tokenizer.encode(prompt)
+            if not ids:
+                raise ValueError(self.tokenizer.EMPTY_PROMPT)
+            return ids
+
+        return encode
+
+    def _chat_encoder(self, messages: Sequence[Message]) -> Callable[[], Sequence[int]]:
+        return lambda: self.tokenizer.apply_chat_template(messages)
+
+    def _jobs(
+        self,
+        prompts: Sequence[tuple[str | None, Callable[[], Sequence[int]]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        cache_salt: str | Sequence[str] | None,
+    ) -> list[_Job]:
+        count = len(prompts)
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
+        priorities = _one_each("priority", 0 if priority is None else priority, int, count)
+        salts = _one_each("cache_salt", cache_salt or "", str, count)
+        return [_Job(*p, *rest) for p, *rest in zip(prompts, params, priorities, salts, strict=True)]
+
+    def _submit(self, job: _Job) -> str:
+        entry_id = self.engine.add_request(
+            job.encode(), job.params, prompt=job.text, priority=job.priority, cache_salt=job.cache_salt
+        )
+        request_id = str(entry_id)
+        self._inbox[request_id] = []
+        return request_id
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._inbox:
+                self._inbox[output.request_id].append(output)
+
+    def _withdraw(self, request_id: str) -> None:
+        self.engine.abort(int(request_id))
+        del self._inbox[request_id]
+
+    def _run(self, jobs: Sequence[_Job], use_tqdm: bool) -> list[RequestOutput]:
+        results: dict[int, RequestOutput] = {}
+        open_jobs: dict[str, int] = {}
+        try:
+            for index, job in enumerate(jobs):
+                try:
+                    open_jobs[self._submit(job)] = index
+                except ValueError as error:
+                    if len(jobs) == 1:
+                        raise
+                    results[index] = _refused(job, str(error))
+            with _Progress(len(jobs), use_tqdm) as progress:
+                progress.update(len(results), 0)
+                while open_jobs:
+                    self._step()
+                    for request_id, index in list(open_jobs.items()):
+                        for output in self._inbox[request_id]:
+                            results[index] = output
+                        self._inbox[request_id].clear()
+                        if index in results and results[index].finished:
+                            del open_jobs[request_id], self._inbox[request_id]
+                    done = len(jobs) - len(open_jobs)
+                    progress.update(done, sum(_num_output_tokens(r) for r in results.values()))
+        finally:
+            for request_id in open_jobs:
+                self._withdraw(request_id)
+        return [results[index] for index in range(len(jobs))]
+
+    def _stream(self, job: _Job) -> Iterator[RequestOutput]:
+        request_id = self._submit(job)
+        try:
+            while True:
+                while not self._inbox[request_id]:
+                    self._step()
+                output = self._inbox[request_id].pop(0)
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._withdraw(request_id)
+
+
+class _Progress:
+    """A bar over the prompts of a call, with tokens per second."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="Prompts", unit="prompt", disable=not shown, dynamic_ncols=True)
+        self._start = self._shown_at = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, done: int, tokens: int) -> None:
+        if self._bar.disable:
+            return
+        now = time.monotonic()
+        if done == self._bar.n and now - self._shown_at < 0.2:
+            return
+        self._shown_at = now
+        rate = tokens / max(now - self._start, 1e-9)
+        self._bar.set_postfix_str(f"{tokens} tokens, {rate:.1f} tok/s", refresh=False)
+        self._bar.n = done
+        self._bar.refresh()
+
+
+def _num_output_tokens(output: RequestOutput) -> int:
+    return sum(len(choice.token_ids) for choice in output.outputs)
+
+
+def _refused(job: _Job, sentence: str) -> RequestOutput:
+    return RequestOutput(
+        request_id="", prompt=job.text, prompt_token_ids=[], outputs=[], finished=True, error=sentence
+    )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
+    if len(prompts) and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    for index, item in enumerate(prompts):
+        if not isinstance(item, str | Sequence) or isinstance(item, bytes):
+            raise ValueError(f"prompt {index} must be text or token ids, got {type(item).__name__}")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ValueError(f"messages must be a list of messages, got {type(messages).__name__}")
+    if not messages or isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    if isinstance(value, kind):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+    return values

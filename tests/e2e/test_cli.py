@@ -1,0 +1,293 @@
+"""The command line as a user meets it: a process, its two streams and its exit code."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from octavo.cli.app import exit_code
+
+COMMANDS = [[], ["pull"], ["models"], ["run"], ["bench"], ["bench", "attention"], ["bench", "throughput"]]
+
+
+def octavo(*args: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``octavo`` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", "from octavo.cli import main; main()", *args],
+        input=stdin.encode() if isinstance(stdin, str) else stdin,
+        capture_output=True,
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"} | env,
+        check=False,
+        timeout=120,
+    )
+
+
+def text(stream: bytes) -> str:
+    return stream.decode("utf-8")
+
+
+def refused(result, exit_code: int, *words: str) -> None:
+    """One clear sentence on stderr, no traceback, nothing on stdout."""
+    err = text(result.stderr)
+    assert result.returncode == exit_code, err
+    assert "Traceback" not in err
+    assert text(result.stdout) == ""
+    assert len(err.strip().splitlines()) == 1, err
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help(command):
+    result = octavo(*command, "--help")
+    assert result.returncode == 0, text(result.stderr)
+    assert "Usage: octavo" in text(result.stdout)
+    assert text(result.stderr) == ""
+
+
+def test_help_imports_no_torch_and_is_quick():
+    # Processor time, start-up included: a busy machine must not make this fail.
+    code = (
+        "import sys, time\n"
+        "from octavo.cli import app\n"
+        "app(['run', '--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
+        "print(sorted(heavy), time.process_time(), file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        heavy, _, taken = result.stderr.rpartition(" ")
+        assert heavy == "[]"
+        seconds.append(float(taken))
+    assert min(seconds) < 0.5
+
+
+def test_without_a_command_the_help_is_shown_and_it_is_a_usage_error():
+    result = octavo()
+    assert result.returncode == 2
+    assert "Usage: octavo" in text(result.stdout)
+
+
+def test_version():
+    result = octavo("--version")
+    assert result.returncode == 0
+    assert text(result.stdout).startswith("octavo ")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fly"], ["fly"]),
+        (["run", "--fly"], ["--fly"]),
+        (["run", "--attention", "magic"], ["--attention", "fused, sdpa, bmm, loop", "magic"]),
+        (["run", "--kv-dtype", "int3"], ["float32, float16", "int3"]),
+        (["run", "--kv-cache-memory", "lots"], ["--kv-cache-memory", "2GiB", "lots"]),
+        (["run", "--block-size", "12"], ["power of two", "12"]),
+        (["run", "--max-model-len", "8q"], ["8k", "8q"]),
+        (["run", "--max-model-len", "0"], ["--max-model-len", "'0'"]),
+        (["run", "--threads", "0"], ["--threads"]),
+        (["run", "--temperature", "hot"], ["--temperature"]),
+        (["run", "--temperature", "999999"], ["temperature must be between 0.0 and 100.0"]),
+        (["run", "--top-p", "-1"], ["top_p must be in (0, 1], got -1"]),
+        (["run", "--max-tokens", "-1"], ["max_tokens must be 0 or more, got -1"]),
+        (["run", "--stop", ""], ["stop must not contain an empty string"]),
+        (["run", "--json"], ["--json needs --prompt"]),
+        (["run", "--raw"], ["--raw needs --prompt"]),
+        (["run", "--prompt", "x", "--raw", "--system", "y"], ["--system"]),
+        (["bench", "throughput", "--workloads", "z", "--repeats", "0"], ["--repeats"]),
+        (["bench", "throughput", "--peers", "nobody"], ["peers are transformers, got 'nobody'"]),
+        (["pull"], ["name"]),
+    ],
+)
+def test_bad_usage_is_exit_2_and_one_sentence(args, words):
+    refused(octavo(*args), 2, *words)
+
+
+def test_a_missing_text_is_exit_1_and_names_the_file(tmp_path):
+    missing = tmp_path / "none.txt"
+    refused(octavo("bench", "throughput", "--text", str(missing), "--out", str(tmp_path)), 1, "none.txt")
+
+
+@pytest.mark.parametrize("model", ["no/such-folder/at-all/here", "./missing.gguf", "no-such-model"])
+def test_an_unknown_model_is_exit_1_and_names_it(model):
+    result = octavo("run", model, "--prompt", "hi", HF_HUB_OFFLINE="1")
+    refused(result, 1, model.removeprefix("./"))
+
+
+def test_models_lists_the_table():
+    result = octavo("models")
+    assert result.returncode == 0, text(result.stderr)
+    for word in ("smollm2-135m-instruct", "Apache-2.0", "gemma3-270m", "pulled"):
+        assert word in text(result.stdout)
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    script = f'"{sys.executable}" -c "from octavo.cli import main; main()" models | true'
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stderr == ""
+
+
+MODEL = "smollm2-135m-instruct"
+SMALL = ("--temperature", "0", "--kv-cache-memory", "256MiB", "--max-model-len", "2k")
+
+
+@pytest.mark.real_model
+class TestAnswers:
+    """Many small questions to one loaded model: the commands run here, only the loading is done once."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, smollm2_path):
+        from octavo import LLM
+
+        return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048)
+
+    @pytest.fixture
+    def octavo_run(self, llm, monkeypatch, capsys):
+        def call(*args: str, stdin: str = "") -> tuple[int, str, str]:
+            monkeypatch.setattr("octavo.cli.run.load", lambda model, engine: llm)
+            monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+            code = exit_code(["run", MODEL, "--temperature", "0", *args])
+            out, err = capsys.readouterr()
+            return code, out, err
+
+        return call
+
+    @pytest.fixture
+    def ask(self, octavo_run):
+        def call(*args: str) -> dict[str, Any]:
+            code, out, err = octavo_run("--json", *args)
+            assert (code, err) == (0, "")
+            return json.loads(out)
+
+        return call
+
+    def test_raw_goes_on_without_the_template_and_stops_before_the_stop_text(self, ask):
+        answer = ask("--raw", "--prompt", "1, 2, 3, 4, 5,", "--stop", "8", "--max-tokens", "16")
+        assert answer["text"].strip().startswith("6, 7")
+        assert "8" not in answer["text"]
+        assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", "8")
+
+    def test_the_plain_text_is_that_of_the_json_and_stdin_is_a_prompt_too(self, ask, octavo_run):
+        asked = ("--max-tokens", "8", "--system", "You are brief.")
+        want = ask("--prompt", "Say hello.", *asked)["text"]
+        assert octavo_run("--prompt", "-", *asked, stdin="Say hello.") == (0, want + "\n", "")
+
+    def test_a_seed_repeats_and_the_prompt_is_cached(self, ask):
+        asked = ("--prompt", "Tell a story.", "--temperature", "1", "--max-tokens", "6", "--seed")
+        first, again, other = ask(*asked, "7"), ask(*asked, "7"), ask(*asked, "8")
+        assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+        assert again["num_cached_tokens"] == again["num_prompt_tokens"] - 1
+
+    @pytest.mark.parametrize(
+        ("prompt", "words"),
+        [("", ["empty"]), ("a\udcff", ["surrogate"]), ("word " * 3000, ["2048"])],
+        ids=["empty", "not UTF-8", "too long"],
+    )
+    def test_a_prompt_that_cannot_be_served_is_one_sentence(self, octavo_run, prompt, words):
+        code, out, err = octavo_run("--raw", "--prompt", prompt)
+        assert (code, out) == (1, "")
+        assert len(err.splitlines()) == 1
+        assert all(word in err for word in words)
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_one_json_object_says_everything():
+    result = octavo("run", MODEL, *SMALL, "--json", "--prompt", "What is the capital of France?")
+    assert result.returncode == 0, text(result.stderr)
+    assert len(text(result.stdout).splitlines()) == 1
+    answer = json.loads(result.stdout)
+    assert "Paris" in answer["text"]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", None)
+    assert answer["token_ids"]
+    assert answer["num_cached_tokens"] == 0
+    assert isinstance(answer["cache_miss_reason"], str)
+    assert answer["attention"] == "fused"
+    assert answer["isa"]
+    timings = answer["timings"]
+    assert 0 < timings["first_token_s"] <= timings["total_s"]
+    assert timings["load_s"] > 0
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_a_pipe_is_a_chat_that_outlives_bad_lines_and_a_full_context():
+    turn = "Repeat these words to me: " + "whale " * 20
+    lines = ["My name is Ada.", "/system", "What is my name?", "/fly", "/help", "/new"]
+    lines += [turn] * 3 + ["whale " * 200, "Hello!", "/exit", "not sent"]
+    args = ("--max-model-len", "128", "--max-tokens", "8", "--attention", "sdpa")
+    result = octavo("run", MODEL, *SMALL, *args, stdin="\n".join(lines))
+    out = text(result.stdout)
+    assert result.returncode == 0, text(result.stderr)
+    assert text(result.stderr) == ""
+    summaries = [line for line in out.splitlines() if "prompt tokens cached" in line]
+    assert len(summaries) == 6
+    assert " 0 of " in summaries[0]
+    assert " 0 of " not in summaries[1]  # the second turn reuses the first and its reply
+    for words in ("No system prompt is set", "Unknown command /fly", "New conversation", "/system TEXT"):
+        assert words in out
+    assert re.search(r"The context is full: the oldest (turn was|\d turns were) dropped", out)
+    assert "and the context holds 128: shorten it" in out
+
+
+def read_until(fd: int, words: str, seconds: float = 60.0) -> str:
+    """What a terminal shows until ``words`` appear."""
+    seen = b""
+    deadline = time.monotonic() + seconds
+    while words.encode() not in seen:
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"waited for {words!r}, saw {seen[-2000:]!r}"
+        seen += os.read(fd, 4096)
+    return seen.decode("utf-8", errors="replace")
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
+    child, fd = pty.fork()
+    if child == 0:
+        code = "from octavo.cli import main; main()"
+        os.execve(
+            sys.executable, [sys.executable, "-c", code, "run", MODEL, *SMALL], os.environ | {"TERM": "dumb"}
+        )
+    try:
+        read_until(fd, "> ")
+        os.write(fd, b"Write a very long story about a whale and a boy.\n")
+        read_until(fd, "boy.\r\n")
+        assert select.select([fd], [], [], 60.0)[0]
+        os.write(fd, b"\x03")
+        read_until(fd, "stopped")
+        read_until(fd, "> ")
+        os.write(fd, b"\x03")
+        read_until(fd, "Ctrl-D leaves")
+        os.write(fd, b"\x04")
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_ctrl_c_in_a_one_shot_answer_is_exit_130():
+    code = "from octavo.cli import main; main()"
+    args = ["run", MODEL, *SMALL, "--max-tokens", "1500", "--raw", "--prompt", "One, two, three, four,"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    assert child.stdout is not None
+    child.stdout.read(1)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert b"Traceback" not in err

@@ -1,0 +1,292 @@
+"""A state machine over pool, prefix cache and scheduler, with a model that remembers every row."""
+
+from __future__ import annotations
+
+import pytest
+from fake_model import FakeModel, make_request, next_token
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from octavo.cache.block_pool import BlockPool
+from octavo.cache.prefix_cache import PrefixCache, sha256
+from octavo.config import SchedulerConfig
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.waiting import Entry
+from octavo.request import Request
+
+VOCAB = 3
+EOS = 2
+#: Prompts begin with one of these, so that prefixes are often shared, in part or whole.
+STEMS = [[], [0] * 9, [0, 1] * 6, [0, 1] * 3 + [2, 0, 2, 1, 1, 0]]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    copies_first = True
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(1, 14),
+        budget=st.sampled_from([1, 3, 7, 64]),
+        max_num_seqs=st.integers(1, 5),
+        max_model_len=st.sampled_from([12, 40]),
+        kind=st.sampled_from(["sha256", "sha256", "sha256", "constant", "two values", "off"]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        kind: str,
+    ) -> None:
+        hashes = {"constant": lambda data: b"x", "two values": lambda data: sha256(data)[:1] < b"\x80"}
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
+        )
+        self.scheduler = Scheduler(
+            config,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            prefix_cache=kind != "off",
+            hash_function=lambda data: bytes(hashes.get(kind, sha256)(data)),
+        )
+        self.caching = kind != "off"
+        self.config, self.capacity = config, block_size * num_blocks
+        self.model = FakeModel(
+            self.scheduler,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            next_token=lambda request: next_token(request, VOCAB),
+            copies_first=self.copies_first,
+        )
+        self.requests: list[Request] = []
+        self.counters: tuple[int, ...] = ()
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(0, 12),
+        rest=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+        max_tokens=st.integers(0, 12),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
+        salt=st.sampled_from(["", "", "", "a"]),
+        copies=st.sampled_from([1, 1, 3]),
+        extra=st.sampled_from([{}, {}, {}, {"prompt_logprobs": 0}, {"ignore_eos": True}, {"min_tokens": 1}]),
+    )
+    def add(self, stem, cut, rest, max_tokens, priority, salt, copies, extra) -> None:
+        prompt = stem[:cut] + rest
+        extra = {k: v for k, v in extra.items() if k != "min_tokens" or max_tokens}
+        for seed in range(copies):
+            request = make_request(
+                prompt,
+                max_tokens=max_tokens,
+                priority=priority,
+                cache_salt=salt,
+                eos=(EOS,),
+                seed=seed,
+                **extra,
+            )
+            limit = min(self.config.max_model_len, self.capacity)
+            if 1 <= len(prompt) <= limit:
+                self.scheduler.add(request)
+                self.requests.append(request)
+            else:
+                with pytest.raises(ValueError):
+                    self.scheduler.add(request)
+
+    @rule()
+    def step(self) -> None:
+        self.model.step()
+
+    @rule(count=st.integers(2, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.model.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        reason = request.finish_reason
+        self.scheduler.finish(request, "abort")
+        assert request.finish_reason == (reason or "abort")
+        assert request.block_table == []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), before=st.booleans())
+    def abort_within_a_step(self, data: st.DataObject, before: bool) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        if not before:
+            self.model.step(between=lambda: self.scheduler.finish(request, "abort"))
+            return
+        # The step is never computed for this request: its rows, copied ones too, stay unwritten.
+        output = self.scheduler.schedule()
+        self.scheduler.finish(request, "abort")
+        self.scheduler.check_invariants()
+        self.scheduler.update(output, self.model.forward(output))
+
+    @rule()
+    def step_fails(self) -> None:
+        """The forward pass raises before it copied or wrote anything: its requests end."""
+        output = self.scheduler.schedule()
+        for share in output.scheduled:
+            self.scheduler.finish(share.request, "error")
+        assert self.scheduler.update(output, {}) == []
+
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_invariants()
+        stats = self.scheduler.stats
+        total = stats.free_blocks + stats.cached_blocks + stats.used_blocks
+        assert total * self.model.block_size == self.capacity
+        counters = (
+            stats.prefix_queries,
+            stats.prefix_hits,
+            stats.preemptions,
+            stats.evictions,
+            stats.scheduled_tokens,
+            stats.finished,
+        )
+        assert all(new >= old for new, old in zip(counters, self.counters, strict=False)), "a counter fell"
+        self.counters = counters
+        assert stats.prefix_hits <= stats.prefix_queries
+        if not self.caching:
+            assert stats.cached_blocks == 0
+            assert stats.prefix_hits == 0
+
+    def expected(self, request: Request) -> tuple[list[int], str]:
+        """What the request must end with, whatever else ran."""
+        out: list[int] = []
+        limit = min(self.config.max_model_len, self.capacity + 1)
+        if request.max_tokens == 0:
+            return out, "length"
+        while True:
+            probe = make_request(request.prompt_token_ids, seed=request.seed)
+            probe.output_token_ids = out
+            out = [*out, next_token(probe, VOCAB)]
+            if out[-1] == EOS and not request.params.ignore_eos and len(out) > request.params.min_tokens:
+                return out, "stop"
+            if len(out) >= request.max_tokens or len(request.prompt_token_ids) + len(out) >= limit:
+                return out, "length"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        bound = sum(r.num_tokens + r.max_tokens for r in self.requests) * (len(self.requests) + 2) + 10
+        self.model.run(max_steps=bound)
+        stats = self.scheduler.stats
+        assert stats.used_blocks == stats.num_running == stats.num_waiting == 0
+        assert stats.finished == len(self.requests)
+        for request in self.requests:
+            tokens, reason = self.expected(request)
+            if request.finish_reason in ("abort", "error"):
+                assert request.output_token_ids == tokens[: len(request.output_token_ids)]
+            else:
+                assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
+        self.scheduler.reset_prefix_cache()
+        self.scheduler.check_invariants()
+        assert self.scheduler.stats.free_blocks * self.model.block_size == self.capacity
+
+
+SETTINGS = settings(
+    max_examples=150,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
+
+
+def test_the_books_agree_and_every_request_reads_its_own_history() -> None:
+    run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+
+
+# ---- mutants: each is a fault that the machine must find
+
+
+def _forget_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "share", lambda self, block: None)
+
+
+def _free_a_cached_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda self, block, keep: original(self, block, keep=False))
+
+
+def _match_before_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Registers a share's blocks when it is scheduled, one step before they are written.
+    original = Scheduler._schedule_share
+
+    def early(self: Scheduler, entry: Entry, step: object) -> None:
+        original(self, entry, step)  # type: ignore[arg-type]
+        share = step.scheduled.get(entry.request.id)  # type: ignore[attr-defined]
+        if share is not None:
+            entry.num_written = share.start + share.num_tokens
+            entry.request.num_computed_tokens = entry.num_written
+            self._register(entry)
+
+    monkeypatch.setattr(Scheduler, "_schedule_share", early)
+
+
+def _copy_after_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SchedulerMachine, "copies_first", False)
+
+
+def _trust_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "_is", staticmethod(lambda node, parent, tokens: True))
+
+
+def _ignore_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.chain
+    monkeypatch.setattr(PrefixCache, "chain", lambda self, tokens, salt: original(self, tokens, ""))
+
+
+def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enqueue(self: PrefixCache, node: object) -> None:
+        node.queue_key = (node.last_used, node.serial)  # type: ignore[attr-defined]
+        (self._protected if node.protected else self._probation).add(node.queue_key)  # type: ignore[attr-defined]
+        self._queued[node.serial] = node  # type: ignore[attr-defined,assignment]
+
+    monkeypatch.setattr(PrefixCache, "_enqueue", enqueue)
+
+
+def _preempt_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._preempt
+    monkeypatch.setattr(
+        Scheduler, "_preempt", lambda self, entry, step: original(self, self._running[0], step)
+    )
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        _forget_a_reference,
+        _free_a_cached_block,
+        _match_before_written,
+        _copy_after_write,
+        _trust_the_digest,
+        _ignore_the_salt,
+        _evict_a_used_block,
+        _preempt_the_oldest,
+    ],
+)
+def test_the_machine_finds_a_fault(break_it, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    quick = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)):
+        run_state_machine_as_test(SchedulerMachine, settings=quick)

@@ -1,0 +1,141 @@
+"""A model that computes nothing but remembers, row by row, what was written where.
+
+The K and V of a token depend on the token and all before it (and must not be shared across salts),
+so a row is represented by a number made from exactly these. Every step asserts that each request
+reads its own history, which catches stale blocks, wrong copies and blocks matched too early.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from octavo.engine.scheduler import Scheduler, SchedulerOutput
+from octavo.request import Request, SamplingParams
+
+
+def digest(*values: object) -> int:
+    """A number that stands for the values."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big")
+
+
+def next_token(request: Request, vocab: int) -> int:
+    """The model's choice: a function of the tokens alone, however they were scheduled."""
+    return digest(request.seed, request.token_ids) % vocab
+
+
+class FakeModel:
+    """Drives a scheduler and checks it. ``next_token`` maps a request to the token it samples."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        block_size: int,
+        num_blocks: int,
+        next_token: Callable[[Request], int] = lambda request: next_token(request, 3),
+        copies_first: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.block_size = block_size
+        self.rows: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.next_token = next_token
+        self.copies_first = copies_first
+        self.num_steps = 0
+        self.computed: dict[int, int] = {}  # request id -> tokens computed, again after preemption too
+        self._history: dict[int, list[int]] = {}
+
+    def history(self, request: Request, end: int) -> list[int]:
+        """The rows that tokens 0 .. end-1 of a request must have."""
+        rows = self._history.setdefault(request.id, [])
+        for token in request.token_ids[len(rows) : end]:
+            rows.append(digest(rows[-1] if rows else request.cache_salt, token))
+        return rows[:end]
+
+    def read(self, request: Request, end: int) -> list[int | None]:
+        """Rows 0 .. end-1 through the block table."""
+        size = self.block_size
+        return [self.rows[request.block_table[p // size]][p % size] for p in range(end)]
+
+    def forward(self, output: SchedulerOutput) -> dict[int, int]:
+        """Copy, write, then check what each request reads; returns the sampled tokens."""
+        if self.copies_first:
+            self._copy(output)
+        for share in output.scheduled:
+            if not share.request.finished:
+                got = self.read(share.request, share.start)
+                assert got == self.history(share.request, share.start), "stale or foreign rows"
+        for share in output.scheduled:
+            if not share.request.finished:
+                end = share.start + share.num_tokens
+                history = self.history(share.request, end)
+                for p in range(share.start, end):
+                    block = share.request.block_table[p // self.block_size]
+                    self.rows[block][p % self.block_size] = history[p]
+                self.computed[share.request.id] = self.computed.get(share.request.id, 0) + share.num_tokens
+        if not self.copies_first:
+            self._copy(output)
+        sampled = {}
+        for share in output.scheduled:
+            if not share.request.finished:
+                end = share.start + share.num_tokens
+                assert self.read(share.request, end) == self.history(share.request, end), "overwritten"
+                if share.samples:
+                    sampled[share.request.id] = self.next_token(share.request)
+        return sampled
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        for copy in output.copies:
+            self.rows[copy.dst][: copy.num_rows] = self.rows[copy.src][: copy.num_rows]
+
+    def step(self, between: Callable[[], None] = lambda: None) -> SchedulerOutput:
+        """One engine step; ``between`` runs after the forward pass and before update()."""
+        unfinished = self.scheduler.has_unfinished()
+        output = self.scheduler.schedule()
+        self.scheduler.check_invariants()
+        assert bool(output.scheduled) == unfinished, "a step without progress"
+        assert len({share.request.id for share in output.scheduled}) == len(output.scheduled)
+        assert all(share.num_tokens > 0 for share in output.scheduled)
+        sampled = self.forward(output)
+        between()
+        self.scheduler.update(output, sampled)
+        self.scheduler.check_invariants()
+        self.num_steps += 1
+        return output
+
+    def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
+        """Steps until nothing is left to do."""
+        outputs = []
+        while self.scheduler.has_unfinished():
+            assert len(outputs) < max_steps, "no end in sight"
+            outputs.append(self.step())
+        return outputs
+
+
+_ids = iter(range(1 << 60))
+
+
+def make_request(
+    prompt: list[int],
+    *,
+    max_tokens: int = 4,
+    priority: int = 0,
+    cache_salt: str = "",
+    eos: tuple[int, ...] = (),
+    seed: int = 0,
+    **params: object,
+) -> Request:
+    """A request with a fresh id, arriving after all made before."""
+    number = next(_ids)
+    return Request(
+        id=number,
+        label="label",
+        arrival=number,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        eos_token_ids=eos,
+        priority=priority,
+        cache_salt=cache_salt,
+        seed=seed,
+    )
