@@ -72,6 +72,7 @@ def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
     decoder = Decoder(config, device)
     to_canonical = partial(canonical, config.architecture)
     load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
+    decoder.pack()
     return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
 
 

@@ -14,7 +14,8 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
-from octavo.models.layers import DecoderLayer, Norm, Slot, Step, parameter
+from octavo.models.layers import DecoderLayer, Linear, Norm, Slot, Step, parameter
+from octavo.models.packed import PackedWeight, can_pack
 from octavo.models.rope import RopeTable
 
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -39,6 +40,7 @@ class Decoder(nn.Module):
         self.norm = Norm(config, "model.norm", device=device)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(config.vocab_size, hidden, device=device)
+        self._packed_head: PackedWeight | None = None
         has_factors = rotary and config.rope.scaling == "factors"
         self.rope_factors = parameter(config.head_dim // 2, device=device) if has_factors else None
         ropes = [config.layer_rope(i) if rotary else None for i in range(config.num_layers)]
@@ -67,8 +69,29 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary: rows ``[n, hidden]`` of ``forward`` -> ``[n, vocab]`` float32."""
-        weight = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(hidden), weight).float()
+        if self._packed_head is not None:
+            return self._packed_head.linear(self.norm(hidden))
+        return F.linear(self.norm(hidden), self._head()).float()
+
+    def pack(self) -> None:
+        """Re-order the loaded weights for speed, one by one, where torch can; nothing is loaded after it.
+
+        A tied head becomes a copy of its own: the embedding is still read row by row.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if can_pack(self._head()):
+            self._packed_head = PackedWeight(self._head())
+            self.lm_head = None
+
+    @property
+    def packed(self) -> bool:
+        """True when the linear layers run on packed weights."""
+        return self._packed_head is not None
+
+    def _head(self) -> torch.Tensor:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""

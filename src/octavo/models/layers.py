@@ -20,6 +20,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
 from octavo.kernels.api import KVLayer
+from octavo.models.packed import PackedWeight, can_pack
 from octavo.models.rope import Rotation, rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -61,18 +62,31 @@ def parameter(*shape: int, device: str) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with ``weight`` ``[sum(outs), inputs]``: several projections of one input."""
+    """``x @ weight.T + bias`` with ``weight`` ``[sum(outs), inputs]``: several projections of one input.
+
+    ``pack`` re-orders the loaded weight for speed where torch can; from then on it is not readable.
+    """
 
     def __init__(self, inputs: int, outs: dict[str, int], *, bias: bool, device: str) -> None:
         super().__init__()
         self.outs = outs
-        self.weight = parameter(sum(outs.values()), inputs, device=device)
+        self.weight: nn.Parameter | None = parameter(sum(outs.values()), inputs, device=device)
         self.bias = parameter(sum(outs.values()), device=device) if bias else None
+        self.packed: PackedWeight | None = None
+
+    def pack(self) -> None:
+        if self.weight is not None and can_pack(self.weight):
+            self.packed, self.weight = PackedWeight(self.weight), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.linear(x, self.bias)
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
+        if self.packed is not None:
+            raise RuntimeError("weights cannot be loaded after they were packed")
         first = 0
         for name, rows in self.outs.items():
             for kind, whole in (("weight", self.weight), ("bias", self.bias)):
