@@ -13,7 +13,6 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from octavo.bench.attention import operators_per_layer
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from octavo import LLM, SamplingParams
+from octavo.bench.attention import operators_per_layer
 from octavo.request import RequestOutput
 
 SYSTEM = """\

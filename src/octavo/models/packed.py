@@ -13,8 +13,8 @@ ROWS_HINT = 32
 
 def can_pack(weight: torch.Tensor) -> bool:
     """True where this torch has oneDNN and the weight is of the kind that it packs."""
-    mkldnn = torch.backends.mkldnn
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and bool(mkldnn.is_available())
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch has no type here
+    return available and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 class PackedWeight:
