@@ -242,6 +242,19 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.evict() == first
 
 
+def test_a_tail_that_was_copied_counts_as_used() -> None:
+    cache = make()
+    serve(cache, [1, 2, 3])
+    serve(cache, [5, 6, 7])
+    chain = cache.chain([1, 2, 3, 9], "")
+    cache.commit(chain, cache.match(chain), hit=True)
+    cache.release(chain, None, 0)
+    cache.check_invariants([])
+    cache.evict()
+    assert hit(cache, [1, 2, 3, 9]) == 3
+    assert hit(cache, [5, 6, 7, 9]) == 0
+
+
 def test_p07_a_burst_of_one_off_prompts_keeps_the_hot_prefix() -> None:
     rng = random.Random(0)
     cache = make(block_size=16, num_blocks=64)
@@ -268,6 +281,23 @@ def test_an_old_favourite_ages_out() -> None:
         assert cache._num_protected <= 20
     assert hit(cache, [*favourite(900), 8]) == 16
     assert hit(cache, [*favourite(0), 8]) == 0
+
+
+def test_what_is_new_has_a_chance_beside_favourites() -> None:
+    cache = make(block_size=4, num_blocks=20)
+    favourites = [[100 * n + i for i in range(4)] for n in range(19)]
+    for favourite in favourites:
+        serve(cache, favourite)
+        chain = cache.chain([*favourite, 7], "")
+        cache.commit(chain, cache.match(chain), hit=True)
+        cache.release(chain, None, 0)
+    assert cache._num_protected == 19, "more than the cap of 16"
+    for new in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
+        serve_within(cache, 20, new)
+    # The oldest favourites gave way, so the new ones live long enough to be hit.
+    assert hit(cache, [2, 2, 2, 2, 0]) == 4
+    assert hit(cache, [*favourites[0], 0]) == 0
+    assert hit(cache, [*favourites[-1], 0]) == 4
 
 
 def test_clear_forgets_everything() -> None:

@@ -321,6 +321,7 @@ class PrefixCache:
         return root
 
     def _insert(self, parent: Node, tokens: bytes, block: int, digest: bytes | None) -> Node:
+        """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
         node = Node(self._serial, block, parent, tokens, digest)
         key = node.key
@@ -336,7 +337,6 @@ class PrefixCache:
         self._by_block[block] = node
         if digest is not None:
             self._by_digest[digest] = node
-        self._unqueue(parent)
         parent.num_children += 1
         self.num_evictable += 1
         return node

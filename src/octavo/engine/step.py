@@ -45,13 +45,14 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[Request, ...] = ()
-    #: Requests that ended while scheduling (they can never be served); with a finish_reason.
+    #: Requests that ended while scheduling; always empty with this scheduler, which ends a request
+    #: that can never be served in add() or update().
     ended: tuple[Request, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Where the scheduler stands. The first two groups are gauges; the counters only rise.
+    """Where the scheduler stands. Up to ``used_blocks`` they are gauges; the rest only rises.
 
     ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
     in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
