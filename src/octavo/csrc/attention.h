@@ -36,6 +36,7 @@ struct SpanTask {
     const void* value;
     int64_t block_stride;
     const int32_t* blocks;  // of this span, in order of position; the next span's follow
+    bool cold;              // nothing has asked for this span's K yet
     int next_keys;          // keys of the next span that will be read after this one, to prefetch them
     int block_shift;        // log2(block_size)
     bool half;              // K and V are IEEE float16

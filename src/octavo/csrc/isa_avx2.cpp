@@ -11,6 +11,9 @@ using F8 = __m256;
 
 inline F8 set8(float x) { return _mm256_set1_ps(x); }
 inline F8 load8(const float* p) { return _mm256_loadu_ps(p); }
+inline F8 load8(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void store8(float* p, F8 x) { _mm256_storeu_ps(p, x); }
 inline F8 add8(F8 a, F8 b) { return _mm256_add_ps(a, b); }
 inline F8 sub8(F8 a, F8 b) { return _mm256_sub_ps(a, b); }
@@ -57,15 +60,6 @@ template <class T>
 inline void transpose8(const T* const* row, int d, float* out) {
     transpose4(row, d, out);
     transpose4(row, d + 4, out + 4 * kPanel);
-}
-
-inline void convert_row(const float* x, int n, float* out) {
-    for (int i = 0; i < n; i += 8) store8(out + i, load8(x + i));
-}
-
-inline void convert_row(const uint16_t* x, int n, float* out) {
-    for (int i = 0; i < n; i += 8)
-        store8(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
 }
 
 void to_half(const float* x, int64_t n, uint16_t* out) {

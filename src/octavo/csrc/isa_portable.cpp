@@ -74,6 +74,10 @@ inline float to_float(uint16_t h) {
     return out;
 }
 
+inline F8 load8(const uint16_t* p) {
+    return map8([&](int i) { return to_float(p[i]); });
+}
+
 // Round to nearest, ties to even.
 inline uint16_t to_half1(float x) {
     uint32_t bits;
@@ -95,11 +99,6 @@ template <class T>
 inline void transpose8(const T* const* row, int d, float* out) {
     for (int k = 0; k < 8; ++k)
         for (int i = 0; i < 8; ++i) out[k * kPanel + i] = to_float(row[i][d + k]);
-}
-
-template <class T>
-inline void convert_row(const T* x, int n, float* out) {
-    for (int i = 0; i < n; ++i) out[i] = to_float(x[i]);
 }
 
 void to_half(const float* x, int64_t n, uint16_t* out) {

@@ -64,6 +64,7 @@ NB_MODULE(_native, m) {
             nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
             "num_threads"_a, "isa"_a)
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
+        .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
         .def_prop_ro("isa", [](const AttentionPlan& plan) { return std::string(plan.isa().name); })
         .def(
             "run",

@@ -98,15 +98,17 @@ void AttentionPlan::divide_work(int64_t window) {
         Job& job = jobs_[j];
         const int64_t spans = job.span_end - job.span_begin;
         const int64_t partials = spans * line_up(partial_floats(job));
-        const bool split = num_threads_ > 1 && spans > 1 && job.rows * spans * num_threads_ * 4 > total &&
-                           partials_size_ + partials <= kMaxPartialFloats;
+        // About eight items a thread: an item's first span has nobody to prefetch it.
+        const int64_t piece = std::max<int64_t>(1, total / (int64_t(job.rows) * num_threads_ * 8));
+        const bool split = num_threads_ > 1 && spans > 2 * piece && partials_size_ + partials <= kMaxPartialFloats;
         if (!split) {
             items_.push_back({int64_t(j), job.span_begin, job.span_end});
             continue;
         }
         job.partials = partials_size_;
         partials_size_ += partials;
-        for (int64_t span = job.span_begin; span < job.span_end; ++span) items_.push_back({int64_t(j), span, span + 1});
+        for (int64_t span = job.span_begin; span < job.span_end; span += piece)
+            items_.push_back({int64_t(j), span, std::min(span + piece, job.span_end)});
     }
     std::stable_sort(items_.begin(), items_.end(), [this](const Item& a, const Item& b) {
         return jobs_[a.job].rows * (a.span_end - a.span_begin) > jobs_[b.job].rows * (b.span_end - b.span_begin);
@@ -151,7 +153,9 @@ void AttentionPlan::run(const LayerArgs& layer) {
             const Job& job = jobs_[size_t(item.job)];
             run_item(layer, item, scratch, partials);
             // Whoever completes a shared job merges it, in the order of position all the same.
-            if (job.partials < 0 || spans_left[size_t(item.job)].fetch_sub(1) != 1) continue;
+            if (job.partials < 0) continue;
+            const int64_t done = item.span_end - item.span_begin;
+            if (spans_left[size_t(item.job)].fetch_sub(done) != done) continue;
             const int64_t stride = line_up(partial_floats(job));
             float* m = partials + job.partials;
             for (int64_t p = 1; p < job.span_end - job.span_begin; ++p) {
@@ -220,6 +224,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, const Item& item, float* sc
         }
         task.blocks = blocks_.data() + seq.first_block + (base >> block_shift_);
         const int64_t last = start + (job.row0 + rows - 1) / group_;
+        task.cold = span == item.span_begin;
         task.next_keys = span + 1 < item.span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
         float* m = job.partials < 0
                        ? partial

@@ -49,6 +49,8 @@ public:
 
     int64_t num_tokens() const { return num_tokens_; }
     const Isa& isa() const { return isa_; }
+    // Memory that the plan holds for its layers, once one has run.
+    int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }
 
 private:
     struct Sequence {

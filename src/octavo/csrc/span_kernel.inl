@@ -18,6 +18,9 @@
 //  * Compiled with -ffp-contract=off: only the fused operations written here are fused.
 // Keys outside [lowest lo, highest hi) of the tile are never read: their slots may hold anything.
 
+// Arrays of F8 are register tiles only if their loops are gone before registers are given out.
+#define UNROLL _Pragma("GCC unroll 8")
+
 // e^r = 1 + r + r^2 g(r) on [-ln2/2, ln2/2]; g is a degree-4 least-maximum fit of our own, relative
 // error 3e-9. Below kExpLow the result is 0: it would be subnormal, under 1.2e-38 of the largest.
 constexpr float kExpLow = -87.33654f;
@@ -70,24 +73,23 @@ void touch_blocks(const SpanTask& t, const void* base, int first, int end) {
 
 // [16 keys][D] -> [D][16 keys]. Lanes outside the visible range repeat a visible key; their scores
 // are masked.
-template <class T>
+template <class T, bool kCold>
 void pack_panel(const SpanTask& t, int panel, int lo, int hi) {
     constexpr int kLine = int(64 / sizeof(T));
     for (int half = 0; half < kPanel; half += 8) {
-        const T *row[8], *value[8], *next[8];
+        const T *row[8], *value[8], *next[kCold ? 8 : 1];
         for (int i = 0; i < 8; ++i) {
             int j = panel + half + i;
             j = j < lo ? lo : (j >= hi ? hi - 1 : j);
             row[i] = cache_row<T>(t, t.key, j);
             value[i] = cache_row<T>(t, t.value, j);
-            next[i] = cache_row<T>(t, t.key, j + kPanel < hi ? j + kPanel : j);
+            if (kCold) next[i] = cache_row<T>(t, t.key, j + kPanel < hi ? j + kPanel : j);
         }
         for (int d = 0; d < t.head_dim; d += 8) {
             if (d % kLine == 0) {
-                for (int i = 0; i < 8; ++i) {
-                    prefetch_l2(value[i] + d);
-                    prefetch_l2(next[i] + d);
-                }
+                for (int i = 0; i < 8; ++i) prefetch_l2(value[i] + d);
+                if (kCold)
+                    for (int i = 0; i < 8; ++i) prefetch_l2(next[i] + d);
             }
             transpose8(row, d, t.k_panel + d * kPanel + half);
         }
@@ -98,16 +100,16 @@ void pack_panel(const SpanTask& t, int panel, int lo, int hi) {
 template <int R>
 void score_tile(const float* q, const float* k, int head_dim, float scale, float* out) {
     F8 s[R][2];
-    for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = set8(0.0f);
+    UNROLL for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = set8(0.0f);
     for (int d = 0; d < head_dim; ++d, q += R, k += kPanel) {
         const F8 k0 = load8(k), k1 = load8(k + 8);
-        for (int r = 0; r < R; ++r) {
+        UNROLL for (int r = 0; r < R; ++r) {
             const F8 b = set8(q[r]);
             s[r][0] = fma8(b, k0, s[r][0]);
             s[r][1] = fma8(b, k1, s[r][1]);
         }
     }
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int r = 0; r < R; ++r) {
         store8(out + r * kScoreStride, mul8(s[r][0], set8(scale)));
         store8(out + r * kScoreStride + 8, mul8(s[r][1], set8(scale)));
     }
@@ -152,58 +154,74 @@ inline void softmax_row(float* s, int lo, int hi, float* m_out, float* l_out) {
     *l_out = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
-// acc[r][d] += p[r][j] * v[j][d] for n keys, R rows x 8 N columns. With kAhead the keys at `ahead`,
-// laid out like v, are prefetched on the way.
-template <int R, int N, bool kAhead>
-void value_tile(const float* p, const float* v, int n, int head_dim, float* acc, const float* ahead) {
+// R rows x 8 N columns of acc, in registers while keys pass by.
+template <int R, int N>
+struct ValueTile {
     F8 a[R][N];
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < N; ++c) a[r][c] = load8(acc + r * head_dim + c * 8);
-    for (int j = 0; j < n; ++j, v += head_dim) {
-        if (kAhead) {
-            for (int c = 0; c < N; c += 2) prefetch_l2(ahead + c * 8);
-            ahead += head_dim;
-        }
-        F8 x[N];
-        for (int c = 0; c < N; ++c) x[c] = load8(v + c * 8);
-        for (int r = 0; r < R; ++r) {
-            const F8 b = set8(p[r * kScoreStride + j]);
-            for (int c = 0; c < N; ++c) a[r][c] = fma8(b, x[c], a[r][c]);
+
+    void load(const float* acc, int head_dim) {
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < N; ++c) a[r][c] = load8(acc + r * head_dim + c * 8);
+    }
+    void store(float* acc, int head_dim) const {
+        UNROLL for (int r = 0; r < R; ++r)
+            UNROLL for (int c = 0; c < N; ++c) store8(acc + r * head_dim + c * 8, a[r][c]);
+    }
+    // acc[r][d] += p[r] * v[d]
+    template <class T>
+    void add(const float* p, const T* v) {
+        // Whichever operand there are fewer of stays in registers: 16 have to do.
+        if (R < N) {
+            F8 b[R];
+            UNROLL for (int r = 0; r < R; ++r) b[r] = set8(p[r * kScoreStride]);
+            UNROLL for (int c = 0; c < N; ++c) {
+                const F8 x = load8(v + c * 8);
+                UNROLL for (int r = 0; r < R; ++r) a[r][c] = fma8(b[r], x, a[r][c]);
+            }
+        } else {
+            F8 x[N];
+            UNROLL for (int c = 0; c < N; ++c) x[c] = load8(v + c * 8);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const F8 b = set8(p[r * kScoreStride]);
+                UNROLL for (int c = 0; c < N; ++c) a[r][c] = fma8(b, x[c], a[r][c]);
+            }
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < N; ++c) store8(acc + r * head_dim + c * 8, a[r][c]);
+};
+
+// n keys whose V is contiguous at v, float32.
+template <int R, int N>
+void value_keys(const float* p, const float* v, int n, int head_dim, float* acc) {
+    ValueTile<R, N> tile;
+    tile.load(acc, head_dim);
+    for (int j = 0; j < n; ++j, v += head_dim) tile.add(p + j, v);
+    tile.store(acc, head_dim);
 }
 
-template <int R, int N, bool kAhead>
-void value_columns(const float* p, const float* v, int n, int head_dim, float* acc, const float* ahead) {
+template <int R, int N>
+void value_columns(const float* p, const float* v, int n, int head_dim, float* acc) {
     int d = 0;
-    for (; d + 8 * N <= head_dim; d += 8 * N)
-        value_tile<R, N, kAhead>(p, v + d, n, head_dim, acc + d, ahead + (kAhead ? d : 0));
-    for (; d < head_dim; d += 8)
-        value_tile<R, 1, kAhead>(p, v + d, n, head_dim, acc + d, ahead + (kAhead ? d : 0));
+    for (; d + 8 * N <= head_dim; d += 8 * N) value_keys<R, N>(p, v + d, n, head_dim, acc + d);
+    for (; d < head_dim; d += 8) value_keys<R, 1>(p, v + d, n, head_dim, acc + d);
 }
 
-template <bool kAhead>
-void value_rows(int rows, const float* p, const float* v, int n, int head_dim, float* acc, const float* ahead) {
+inline void value_rows(int rows, const float* p, const float* v, int n, int head_dim, float* acc) {
     if (n <= 0) return;
     switch (rows) {
-        case 1: return value_columns<1, 8, kAhead>(p, v, n, head_dim, acc, ahead);
-        case 2: return value_columns<2, 4, kAhead>(p, v, n, head_dim, acc, ahead);
-        case 3: return value_columns<3, 4, kAhead>(p, v, n, head_dim, acc, ahead);
-        case 4: return value_columns<4, 2, kAhead>(p, v, n, head_dim, acc, ahead);
-        case 5: return value_columns<5, 2, kAhead>(p, v, n, head_dim, acc, ahead);
-        default: return value_columns<6, 2, kAhead>(p, v, n, head_dim, acc, ahead);
+        case 1: return value_columns<1, 8>(p, v, n, head_dim, acc);
+        case 2: return value_columns<2, 4>(p, v, n, head_dim, acc);
+        case 3: return value_columns<3, 4>(p, v, n, head_dim, acc);
+        case 4: return value_columns<4, 2>(p, v, n, head_dim, acc);
+        case 5: return value_columns<5, 2>(p, v, n, head_dim, acc);
+        default: return value_columns<6, 2>(p, v, n, head_dim, acc);
     }
 }
 
 // The keys [begin, end), contiguous at v, for every row: each row takes exactly those it sees.
-template <bool kAhead>
-void value_run(const SpanTask& t, const float* v, int begin, int end, const float* ahead) {
+inline void value_run(const SpanTask& t, const float* v, int begin, int end) {
     const auto add = [&](int row, int rows, int from, int to) {
-        const int64_t skip = int64_t(from - begin) * t.head_dim;
-        value_rows<kAhead>(rows, t.scores + row * kScoreStride + from, v + skip, to - from, t.head_dim,
-                           t.acc + row * t.head_dim, ahead + (kAhead ? skip : 0));
+        value_rows(rows, t.scores + row * kScoreStride + from, v + int64_t(from - begin) * t.head_dim, to - from,
+                   t.head_dim, t.acc + row * t.head_dim);
     };
     for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
         const int rows = t.micro[i];
@@ -220,21 +238,7 @@ void value_run(const SpanTask& t, const float* v, int begin, int end, const floa
     }
 }
 
-// Few rows read float32 V where it lies.
-inline void value_in_place(const SpanTask& t, int lo, int hi) {
-    const int step = 1 << t.block_shift < kValueKeys ? 1 << t.block_shift : kValueKeys;
-    for (int j = lo & ~(step - 1); j < hi; j += step) {
-        const int begin = j > lo ? j : lo, end = j + step < hi ? j + step : hi;
-        const float* v = cache_row<float>(t, t.value, begin);
-        if (end <= t.next_keys) {
-            value_run<true>(t, v, begin, end, cache_row<float>(t, t.key, kSpan + begin));
-        } else {
-            value_run<false>(t, v, begin, end, nullptr);
-        }
-    }
-}
-
-// Many rows, short blocks and float16 go through a copy that all rows share.
+// Many rows, or rows that see different keys: V goes through a copy that all rows share.
 template <class T>
 void value_by_copy(const SpanTask& t, int lo, int hi) {
     constexpr int kLine = int(64 / sizeof(T));
@@ -245,9 +249,53 @@ void value_by_copy(const SpanTask& t, int lo, int hi) {
                 const T* ahead = cache_row<T>(t, t.key, kSpan + k);
                 for (int d = 0; d < t.head_dim; d += kLine) prefetch_l2(ahead + d);
             }
-            convert_row(cache_row<T>(t, t.value, k), t.head_dim, t.v_block + (k - begin) * t.head_dim);
+            const T* v = cache_row<T>(t, t.value, k);
+            float* out = t.v_block + int64_t(k - begin) * t.head_dim;
+            for (int d = 0; d < t.head_dim; d += 8) store8(out + d, load8(v + d));
         }
-        value_run<false>(t, t.v_block, begin, end, nullptr);
+        value_run(t, t.v_block, begin, end);
+    }
+}
+
+// One register tile whose rows all see [lo, hi), as in decode: V is read where it lies, once.
+template <class T, int R, int N>
+void value_stream(const SpanTask& t, int lo, int hi, int d) {
+    constexpr int kLineVectors = int(8 / sizeof(T));
+    const int block = 1 << t.block_shift;
+    ValueTile<R, N> tile;
+    tile.load(t.acc + d, t.head_dim);
+    for (int j = lo; j < hi;) {
+        const int end = (j | (block - 1)) + 1 < hi ? (j | (block - 1)) + 1 : hi;
+        const T* v = cache_row<T>(t, t.value, j) + d;
+        const T* ahead = end <= t.next_keys ? cache_row<T>(t, t.key, kSpan + j) + d : v;
+        for (; j < end; ++j, v += t.head_dim, ahead += t.head_dim) {
+            for (int c = 0; c < N; c += kLineVectors) prefetch_l2(ahead + c * 8);
+            tile.add(t.scores + j, v);
+        }
+    }
+    tile.store(t.acc + d, t.head_dim);
+}
+
+template <class T, int R, int N>
+void value_stream_columns(const SpanTask& t, int lo, int hi) {
+    int d = 0;
+    for (; d + 8 * N <= t.head_dim; d += 8 * N) value_stream<T, R, N>(t, lo, hi, d);
+    for (; d < t.head_dim; d += 8) value_stream<T, R, 1>(t, lo, hi, d);
+}
+
+template <class T>
+void value_phase(const SpanTask& t, int lo, int hi) {
+    touch_blocks<T>(t, t.key, kSpan, kSpan + t.next_keys);
+    bool same = t.num_micro == 1;
+    for (int r = 0; r < t.rows; ++r) same = same && t.lo[r] == lo && t.hi[r] == hi;
+    if (!same) return value_by_copy<T>(t, lo, hi);
+    switch (t.rows) {
+        case 1: return value_stream_columns<T, 1, 8>(t, lo, hi);
+        case 2: return value_stream_columns<T, 2, 4>(t, lo, hi);
+        case 3: return value_stream_columns<T, 3, 4>(t, lo, hi);
+        case 4: return value_stream_columns<T, 4, 2>(t, lo, hi);
+        case 5: return value_stream_columns<T, 5, 2>(t, lo, hi);
+        default: return value_stream_columns<T, 6, 2>(t, lo, hi);
     }
 }
 
@@ -269,7 +317,11 @@ void span_typed(const SpanTask& t) {
     touch_blocks<T>(t, t.value, lo, hi);
     for (int panel = lo & ~(kPanel - 1); panel < hi; panel += kPanel) {
         const int next = panel + kPanel;
-        pack_panel<T>(t, panel, lo, hi);
+        if (t.cold) {
+            pack_panel<T, true>(t, panel, lo, hi);
+        } else {
+            pack_panel<T, false>(t, panel, lo, hi);
+        }
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
             if (panel < micro_hi[i] && next > micro_lo[i])
@@ -286,12 +338,7 @@ void span_typed(const SpanTask& t) {
             t.l[r] = 0.0f;
         }
     }
-    touch_blocks<T>(t, t.key, kSpan, kSpan + t.next_keys);
-    if (sizeof(T) == 4 && t.block_shift >= 4 && t.rows <= kMicroRows) {
-        value_in_place(t, lo, hi);
-    } else {
-        value_by_copy<T>(t, lo, hi);
-    }
+    value_phase<T>(t, lo, hi);
 }
 
 void span(const SpanTask& t) {

@@ -27,18 +27,11 @@ def attend(q: torch.Tensor, kv: KVLayer, plan: gather.GatherPlan) -> tuple[torch
     for group in plan.groups:
         folded = gather.fold(q, group, num_kv_heads)
         key, value = gather.keys_values(kv, group)
-        batch = folded.shape[0]
-        mask = group.mask(kv.window, repeat)
-        if batch > 1:
-            mask = mask.expand(-1, num_kv_heads, -1, -1).flatten(0, 1)
-        else:
-            mask = mask[0]
-        scores = torch.baddbmm(
-            mask, folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=kv.scale
-        )
+        mask = group.mask(kv.window, repeat, num_kv_heads).flatten(0, 1)
+        scores = torch.baddbmm(mask, folded.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=kv.scale)
         result = torch.bmm(torch.softmax(scores, dim=-1), value.flatten(0, 1))
-        out[group.rows] = gather.unfold(result.unflatten(0, (batch, num_kv_heads)), group)
+        out[group.rows] = gather.unfold(result.view(folded.shape), group)
         if lse is not None:
-            sums = torch.logsumexp(scores, dim=-1, keepdim=True).unflatten(0, (batch, num_kv_heads))
-            lse[group.rows] = gather.unfold(sums, group).squeeze(-1)
+            sums = torch.logsumexp(scores, dim=-1)
+            lse[group.rows] = gather.unfold(sums.view(*folded.shape[:3], 1), group).squeeze(-1)
     return out, lse

@@ -104,7 +104,7 @@ def attend(q: torch.Tensor, kv: KVLayer, plan: Plan) -> tuple[torch.Tensor, torc
         lse.data_ptr() if lse is not None else 0,
     )
     # Outside a profile even an idle record_function costs more than the call itself.
-    if torch.autograd._profiler_enabled():
+    if torch.autograd.profiler._is_profiler_enabled:
         with torch.profiler.record_function(NAME):
             native.run(*args)
     else:
@@ -123,8 +123,8 @@ def write_kv(
     anything is written, for a slot outside the cache or tensors that do not fit.
     """
     if key.dim() != 4 or key.dtype not in KV_DTYPES:
-        raise ValueError(f"key must be [num_blocks, num_kv_heads, block_size, head_dim] float32 or float16, got "
-                         f"{tuple(key.shape)} {key.dtype}")
+        shape = "[num_blocks, num_kv_heads, block_size, head_dim]"
+        raise ValueError(f"key must be {shape}, float32 or float16; got {_describe(key)}")
     num_blocks, num_kv_heads, block_size, head_dim = key.shape
     _check_cache("key", key, key.shape[1:], key.dtype)
     _check_cache("value", value, key.shape[1:], key.dtype)
@@ -179,7 +179,9 @@ def _check_rows(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
 def _check_cache(name: str, x: torch.Tensor, block: Any, dtype: torch.dtype) -> None:
     if x.dtype != dtype or x.device.type != "cpu" or x.shape[1:] != block or not x.is_contiguous():
         wanted = ", ".join(str(n) for n in block)
-        raise ValueError(f"{name} must be [num_blocks, {wanted}] {dtype}, contiguous, on the CPU; got {_describe(x)}")
+        raise ValueError(
+            f"{name} must be [num_blocks, {wanted}] {dtype}, contiguous, on the CPU; got {_describe(x)}"
+        )
 
 
 def _describe(x: torch.Tensor) -> str:

@@ -27,18 +27,22 @@ class Group:
     rows: slice | torch.Tensor
     key_rows: torch.Tensor
     max_len: int
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, repeat: int) -> torch.Tensor:
-        """0 where a query sees a key, -inf elsewhere: ``[B, 1, repeat * q_len, L]``, once a step."""
-        if window not in self.masks:
+    def mask(self, window: int | None, repeat: int, heads: int = 1) -> torch.Tensor:
+        """0 where a query sees a key, -inf elsewhere: ``[B, heads, repeat * q_len, L]``, once a step.
+
+        ``heads`` stays 1 where B is 1: it then broadcasts without taking memory.
+        """
+        heads = heads if self.seq_lens.shape[0] > 1 else 1
+        if (window, repeat, heads) not in self.masks:
             device = self.seq_lens.device
             position = self.seq_lens[:, None] - self.q_len + torch.arange(self.q_len, device=device)
             behind = position[:, :, None] - torch.arange(self.max_len, device=device)
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             mask = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
-            self.masks[window] = mask.repeat(1, repeat, 1).unsqueeze(1)
-        return self.masks[window]
+            self.masks[window, repeat, heads] = mask[:, None].repeat(1, heads, repeat, 1)
+        return self.masks[window, repeat, heads]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,428 @@
+"""``octavo bench attention``: what each attention backend costs, at decode and at prefill.
+
+Shape of SmolLM2-135M: 9 query heads, 3 KV heads of 64. Backends take turns within a round, so that
+their ratios hold even when the machine's speed drifts. Consecutive calls walk over several layers'
+caches, as a model does: a cache that fits a processor's would flatter every number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from octavo import _native
+from octavo.kernels import api, fused
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
+NUM_LAYERS = 30
+#: Layers' caches are made until they hold this many bytes together (or there are NUM_LAYERS).
+CACHE_BYTES = 400 << 20
+READ_BYTES = 400 << 20
+BACKENDS = ("loop", "bmm", "sdpa", "fused")
+
+#: Products and softmax, by the operator's name in a profile.
+ATTENTION_OPERATORS = frozenset(
+    {
+        "aten::mm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_softmax",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_attention_math",
+        fused.NAME,
+    }
+)
+#: Operators that only make a tensor's header or ask the allocator; they move no data.
+BOOKKEEPING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "resize_",
+        "view",
+        "view_as",
+        "as_strided",
+        "_reshape_alias",
+        "reshape",
+        "_unsafe_view",
+        "unsafe_view",
+        "transpose",
+        "permute",
+        "expand",
+        "select",
+        "slice",
+        "squeeze",
+        "unsqueeze",
+        "flatten",
+        "unflatten",
+        "narrow",
+        "detach",
+        "alias",
+        "t",
+        "to",
+        "_to_copy",
+        "resolve_conj",
+        "resolve_neg",
+        "contiguous",
+        "lift_fresh",
+        "result_type",
+        "chunk",
+        "split",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``batch`` sequences of ``keys`` keys each, of which the last ``queries`` are this step's."""
+
+    kind: str
+    batch: int
+    queries: int
+    keys: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one layer, each read once."""
+        return 2 * self.batch * self.keys * NUM_KV_HEADS * HEAD_DIM * 4
+
+    @property
+    def name(self) -> str:
+        if self.kind == "decode":
+            return f"decode {self.batch} x {self.keys}"
+        return f"prefill {self.queries} after {self.keys - self.queries}"
+
+
+FULL = (
+    *(Case("decode", batch, 1, keys) for batch in (1, 8, 32) for keys in (256, 1024, 8192)),
+    Case("prefill", 1, 512, 512),
+    Case("prefill", 1, 512, 2560),
+)
+QUICK = (Case("decode", 1, 1, 256), Case("decode", 4, 1, 256), Case("prefill", 1, 64, 128))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A case's tensors: one query, some layers' caches, one plan a backend."""
+
+    q: torch.Tensor
+    layers: list[api.KVLayer]
+    plans: dict[str, Any]
+
+    def attend(self, name: str, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return api.get(name).attend(self.q, self.layers[layer], self.plans[name])
+
+
+def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
+    """Random tensors for ``case``; each sequence's blocks lie in a row, as a fresh pool gives them."""
+    if num_layers is None:
+        num_layers = max(1, min(NUM_LAYERS, CACHE_BYTES // case.kv_bytes))
+    generator = torch.Generator().manual_seed(0)
+    blocks = -(-case.keys // BLOCK_SIZE)
+    shape = (case.batch * blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    layers = [
+        api.KVLayer(
+            torch.randn(shape, generator=generator), torch.randn(shape, generator=generator), HEAD_DIM**-0.5
+        )
+        for _ in range(num_layers)
+    ]
+    meta = api.AttentionMeta(
+        torch.arange(case.batch * blocks, dtype=torch.int32).view(case.batch, blocks),
+        torch.full((case.batch,), case.keys, dtype=torch.int32),
+        torch.arange(case.batch + 1, dtype=torch.int32) * case.queries,
+    )
+    spec = api.AttentionSpec(
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        block_size=BLOCK_SIZE,
+        kv_dtype=torch.float32,
+        device="cpu",
+    )
+    q = torch.randn(case.batch * case.queries, NUM_HEADS, HEAD_DIM, generator=generator)
+    plans = {name: api.get(name).plan(meta, spec, threads) for name in BACKENDS}
+    return Step(q, layers, plans)
+
+
+def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call in each round, the calls taking turns; the first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for i in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if i:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_case(case: Case, threads: int, rounds: int, bandwidth: float) -> dict[str, Any]:
+    """Median milliseconds a layer of each backend, GB/s of K and V, and whether outputs agree."""
+    step = prepare(case, threads)
+    count = len(step.layers)
+
+    def all_layers(name: str) -> None:
+        for layer in range(count):
+            step.attend(name, layer)
+
+    times = time_interleaved({name: partial(all_layers, name) for name in BACKENDS}, rounds)
+    want = step.attend("loop", 0)[0]
+    row: dict[str, Any] = {**asdict(case), "name": case.name, "layers": count, "kv_bytes": case.kv_bytes}
+    for name, seconds in times.items():
+        median = statistics.median(seconds) / count
+        row[name] = {
+            "ms": median * 1e3,
+            "ms_all": [s / count * 1e3 for s in seconds],
+            "gb_per_s": case.kv_bytes / median / 1e9,
+            "share_of_bandwidth": case.kv_bytes / median / 1e9 / bandwidth,
+            "max_difference_from_loop": (step.attend(name, 0)[0] - want).abs().max().item(),
+        }
+        if case.kind == "prefill":
+            pairs = sum(range(case.keys - case.queries + 1, case.keys + 1))
+            row[name]["gflop_per_s"] = 4 * pairs * NUM_HEADS * HEAD_DIM / median / 1e9
+    return row
+
+
+def count_operators(call: Callable[[], object]) -> dict[str, int]:
+    """Operators that do work in one call: attention products and softmax, and everything else.
+
+    An operator is counted once, whatever it calls inside; bookkeeping (views, allocation) is not.
+    """
+    call()
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        call()
+    counts = {"attention": 0, "other": 0}
+
+    def visit(event: Any) -> bool:
+        """Count what works in ``event``; True when anything did."""
+        if event.name in ATTENTION_OPERATORS:
+            counts["attention"] += 1
+            return True
+        worked = [visit(child) for child in event.cpu_children]
+        if any(worked) or event.name in BOOKKEEPING or not event.name.startswith("aten::"):
+            return any(worked)
+        counts["other"] += 1
+        return True
+
+    for event in prof.events():
+        if event.cpu_parent is None:
+            visit(event)
+    return counts
+
+
+def allocated_bytes(call: Callable[[], object]) -> int:
+    """Bytes that one call asks torch's allocator for, its result among them."""
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        call()
+    return sum(max(0, event.self_cpu_memory_usage) for event in prof.events())
+
+
+def measure_operators(threads: int, quick: bool) -> dict[str, Any]:
+    """Operators a layer, the cost of a call that has nearly nothing to compute, and intermediates."""
+    keys = 64 if quick else 1024
+    steps = {batch: prepare(Case("decode", batch, 1, keys), threads, 1) for batch in (1, 8)}
+    chunk = prepare(Case("prefill", 1, 32 if quick else 512, keys), threads, 1)
+    tiny = prepare(Case("decode", 1, 1, BLOCK_SIZE), threads, 1)
+
+    def repeat(name: str) -> None:
+        for _ in range(20):
+            tiny.attend(name, 0)
+
+    calls = {name: partial(repeat, name) for name in BACKENDS}
+    empty = time_interleaved(calls, 3 if quick else 30)
+    rows: dict[str, Any] = {}
+    for name in BACKENDS:
+        one = count_operators(partial(steps[1].attend, name, 0))
+        microseconds = statistics.median(empty[name]) / 20 * 1e6
+        out_bytes = chunk.q.numel() * 4
+        rows[name] = {
+            "one_sequence": one,
+            "batch_of_8": count_operators(partial(steps[8].attend, name, 0)),
+            "us_per_call": microseconds,
+            "us_per_operator": microseconds / (one["attention"] + one["other"]),
+            "prefill_intermediate_bytes": allocated_bytes(partial(chunk.attend, name, 0)) - out_bytes,
+        }
+    # The native kernel's scratch is its own: torch's allocator does not see it.
+    rows["fused"]["prefill_intermediate_bytes"] += chunk.plans["fused"].native.scratch_bytes
+    return rows
+
+
+def measure_bmm_beside_matmul(rounds: int) -> dict[str, Any]:
+    """The same product as ``torch.bmm`` and as ``torch.matmul``, on heads viewed from ``[S, H, D]``."""
+    q, k = torch.randn(512, NUM_HEADS, HEAD_DIM), torch.randn(1024, NUM_HEADS, HEAD_DIM)
+    qh, kh = q.transpose(0, 1), k.transpose(0, 1).transpose(1, 2)
+    calls = {"bmm": lambda: torch.bmm(qh, kh), "matmul": lambda: torch.matmul(qh, kh)}
+    times = time_interleaved(calls, rounds)
+    return {
+        **{f"{name}_us": statistics.median(seconds) * 1e6 for name, seconds in times.items()},
+        "max_difference": (torch.bmm(qh, kh) - torch.matmul(qh, kh)).abs().max().item(),
+        "transposes_share_storage": qh.data_ptr() == q.data_ptr() and kh.data_ptr() == k.data_ptr(),
+    }
+
+
+def read_bandwidth(threads: int, num_bytes: int = READ_BYTES) -> float:
+    """GB/s at which ``threads`` threads read memory in order; the best of five passes."""
+    buffer = torch.ones(num_bytes // 4)
+    calls = {"read": lambda: _native.read_memory(buffer.data_ptr(), num_bytes, threads)}
+    return num_bytes / min(time_interleaved(calls, 5)["read"]) / 1e9
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def machine(threads: int) -> dict[str, Any]:
+    """Where and with what the numbers were made."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "command": " ".join(["octavo", *sys.argv[1:]]),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": cpu,
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "isa": fused.isa(),
+        "threads": threads,
+    }
+
+
+def run(*, threads: int, rounds: int = 7, quick: bool = False) -> dict[str, Any]:
+    """Measure everything; nothing is printed or written. ``quick`` takes small shapes (tests)."""
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    with _torch_threads(threads), torch.inference_mode():
+        bandwidth = read_bandwidth(threads, 8 << 20 if quick else READ_BYTES)
+        cases = [measure_case(case, threads, rounds, bandwidth) for case in (QUICK if quick else FULL)]
+        return {
+            **machine(threads),
+            "shape": {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM},
+            "block_size": BLOCK_SIZE,
+            "rounds": rounds,
+            "read_gb_per_s": bandwidth,
+            # Before and after, because a shared machine's bandwidth drifts.
+            "read_gb_per_s_after": read_bandwidth(threads, 8 << 20 if quick else READ_BYTES),
+            "cases": cases,
+            "operators": measure_operators(threads, quick),
+            "bmm_beside_matmul": measure_bmm_beside_matmul(rounds),
+        }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print the tables."""
+    times = Table(title=f"milliseconds a layer ({result['threads']} threads, {result['cpu']})")
+    times.add_column("case")
+    for name in BACKENDS:
+        times.add_column(name, justify="right")
+    for title in ("loop / fused", "sdpa / fused", "fused"):
+        times.add_column(title, justify="right")
+    for row in result["cases"]:
+        ours = row["fused"]
+        speed = f"{ours['gb_per_s']:.1f} GB/s, {ours['share_of_bandwidth']:.0%}"
+        times.add_row(
+            row["name"],
+            *(f"{row[name]['ms']:.3f}" for name in BACKENDS),
+            f"{row['loop']['ms'] / ours['ms']:.1f}x",
+            f"{row['sdpa']['ms'] / ours['ms']:.1f}x",
+            speed if row["kind"] == "decode" else f"{ours['gflop_per_s']:.0f} GFLOP/s",
+        )
+    console.print(times)
+    console.print(
+        f"memory reads: {result['read_gb_per_s']:.1f} GB/s before, {result['read_gb_per_s_after']:.1f} after"
+    )
+    operators = Table(
+        title="operators a layer at decode (products and softmax + the rest); MB beside a chunk's result"
+    )
+    for title in ("backend", "one sequence", "batch of 8", "us a call", "us an operator", "MB of scratch"):
+        operators.add_column(title, justify="left" if title == "backend" else "right")
+    for name, row in result["operators"].items():
+        one, eight = row["one_sequence"], row["batch_of_8"]
+        operators.add_row(
+            name,
+            f"{one['attention']} + {one['other']}",
+            f"{eight['attention']} + {eight['other']}",
+            f"{row['us_per_call']:.1f}",
+            f"{row['us_per_operator']:.1f}",
+            f"{row['prefill_intermediate_bytes'] / 1e6:.2f}",
+        )
+    console.print(operators)
+    product = result["bmm_beside_matmul"]
+    console.print(
+        f"bmm {product['bmm_us']:.0f} us, matmul {product['matmul_us']:.0f} us, "
+        f"largest difference {product['max_difference']:g}"
+    )
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Times of every case and backend, on a log scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 5.5), layout="constrained")
+    width = 0.8 / len(BACKENDS)
+    for i, name in enumerate(BACKENDS):
+        places = [case + (i - 1.5) * width for case in range(len(result["cases"]))]
+        bars = axes.bar(places, [row[name]["ms"] for row in result["cases"]], width, label=name)
+        if name == "fused":
+            axes.bar_label(bars, [f"{row[name]['ms']:.2g}" for row in result["cases"]], fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylabel("ms a layer")
+    axes.set_xticks(
+        range(len(result["cases"])), [row["name"].replace(" ", "\n", 1) for row in result["cases"]]
+    )
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_title(f"Attention backends, {result['threads']} threads, {result['cpu']}, float32")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def bench_attention(
+    *,
+    threads: int,
+    output: Path = Path("benchmarks/results"),
+    rounds: int = 7,
+    quick: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """What the command line calls: measure, print, and write ``attention.json`` and ``attention.png``."""
+    console = console or Console()
+    with console.status("measuring attention backends"):
+        result = run(threads=threads, rounds=rounds, quick=quick)
+    show(result, console)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "attention.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, output / "attention.png")
+    console.print(f"written: {output / 'attention.json'}, {output / 'attention.png'}")
+    return result

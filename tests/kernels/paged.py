@@ -1,0 +1,117 @@
+"""Random paged caches. Blocks lie in shuffled places and every unused slot holds NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.kernels import api, reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: ``seqs`` is (queries, keys including them) of each sequence.
+
+    ``tokens`` holds each sequence's q, k, v ``[keys, heads, head_dim]`` from position 0 on, so the same
+    sequences can be paged, cut and batched in other ways.
+    """
+
+    seqs: tuple[tuple[int, int], ...]
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    kv_dtype: torch.dtype = torch.float32
+    window: int | None = None
+    need_lse: bool = False
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def spec(self) -> api.AttentionSpec:
+        return api.AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
+            device="cpu",
+            need_lse=self.need_lse,
+        )
+
+    def tokens(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(self.seed * 1000 + s)
+        n = self.seqs[s][1]
+        q = torch.randn(n, self.num_heads, self.head_dim, generator=g)
+        k = torch.randn(n, self.num_kv_heads, self.head_dim, generator=g)
+        v = torch.randn(n, self.num_kv_heads, self.head_dim, generator=g)
+        return q, k.to(self.kv_dtype), v.to(self.kv_dtype)
+
+    def with_(self, **changes: object) -> Case:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """A case's tensors as a backend gets them."""
+
+    case: Case
+    q: torch.Tensor
+    kv: api.KVLayer
+    meta: api.AttentionMeta
+
+
+def build(case: Case, placement: int = 0, pad: float = float("nan")) -> Paged:
+    """Page ``case``. ``placement`` seeds where blocks lie; ``pad`` fills every slot that is not used."""
+    bs = case.block_size
+    counts = [-(-n // bs) for _, n in case.seqs]
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(placement)).tolist()
+    shape = (num_blocks, case.num_kv_heads, bs, case.head_dim)
+    key, value = (torch.full(shape, pad, dtype=case.kv_dtype) for _ in range(2))
+    table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    rows = []
+    for s, (q_len, n) in enumerate(case.seqs):
+        q, k, v = case.tokens(s)
+        rows.append(q[n - q_len :])
+        for b in range(counts[s]):
+            block = order.pop()
+            table[s, b] = block
+            part = slice(b * bs, min(n, (b + 1) * bs))
+            key[block, :, : part.stop - part.start] = k[part].transpose(0, 1)
+            value[block, :, : part.stop - part.start] = v[part].transpose(0, 1)
+    starts = torch.tensor([0] + [q_len for q_len, _ in case.seqs]).cumsum(0).int()
+    seq_lens = torch.tensor([n for _, n in case.seqs], dtype=torch.int32)
+    kv = api.KVLayer(key, value, case.scale, case.window)
+    return Paged(case, torch.cat(rows), kv, api.AttentionMeta(table, seq_lens, starts))
+
+
+def run(name: str, paged: Paged, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor | None]:
+    kernel = api.get(name)
+    spec = paged.case.spec
+    assert kernel.why_not(spec) is None
+    return kernel.attend(paged.q, paged.kv, kernel.plan(paged.meta, spec, num_threads))
+
+
+def oracle(paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.attend(paged.q, paged.kv, reference.plan(paged.meta, paged.case.spec, 1))
+
+
+def exact(paged: Paged) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse in float64, straight from the definition, without any paging."""
+    case = paged.case
+    outs, sums = [], []
+    for s, (q_len, n) in enumerate(case.seqs):
+        q, k, v = (x.double() for x in case.tokens(s))
+        group = case.num_heads // case.num_kv_heads
+        scores = torch.einsum("qhd,khd->hqk", q[n - q_len :], k.repeat_interleave(group, 1)) * case.scale
+        behind = torch.arange(n - q_len, n)[:, None] - torch.arange(n)
+        seen = (behind >= 0) & (behind < (case.window or n))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), v.repeat_interleave(group, 1)))
+        sums.append(torch.logsumexp(scores, -1).transpose(0, 1))
+    return torch.cat(outs), torch.cat(sums)
