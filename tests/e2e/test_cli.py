@@ -141,15 +141,16 @@ MODEL = "smollm2-135m-instruct"
 SMALL = ("--temperature", "0", "--kv-cache-memory", "256MiB", "--max-model-len", "2k")
 
 
+@pytest.fixture(scope="module")
+def llm(smollm2_path):
+    from octavo import LLM
+
+    return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048)
+
+
 @pytest.mark.real_model
 class TestAnswers:
     """Many small questions to one loaded model: the commands run here, only the loading is done once."""
-
-    @pytest.fixture(scope="class")
-    def llm(self, smollm2_path):
-        from octavo import LLM
-
-        return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048)
 
     @pytest.fixture
     def octavo_run(self, llm, monkeypatch, capsys):
