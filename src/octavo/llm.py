@@ -42,8 +42,8 @@ class LLM:
             the memory that the process may still use, but never more than ``max_num_seqs`` sequences
             of ``max_model_len`` need; pages are taken from the system as blocks are first written.
         num_blocks: size of the KV pool in blocks, in place of ``kv_cache_memory``.
-        max_model_len: longest prompt and answer together, in tokens. By default the model's own limit,
-            lowered (with a warning) to what the pool holds; a given one that does not fit is refused.
+        max_model_len: longest prompt and answer together, in tokens; by default the model's own limit.
+            What the pool cannot hold is lowered to what it holds, with a warning.
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens that one step computes at most.
         enable_prefix_caching: reuse the K and V of prompts that start alike.
@@ -318,7 +318,7 @@ class _Progress:
         self._shown_at = now
         rate = tokens / max(now - self._start, 1e-9)
         self._bar.set_postfix_str(f"{tokens} tokens, {rate:.1f} tok/s", refresh=False)
-        self._bar.update(done - self._bar.n)
+        self._bar.n = done
         self._bar.refresh()
 
 

@@ -15,6 +15,7 @@ from octavo.config import ModelConfig, RopeConfig
 from octavo.kernels.api import AttentionSpec
 from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
+from octavo.models.rope import frequencies
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 4
@@ -206,6 +207,29 @@ def test_w06_sliding_window_8_at_sequence_9():
     assert worst(got, expected_logits(model, ids)) < TOLERANCE
     assert torch.equal(got[8], got_other[8])
     assert worst(got[7], got_other[7]) > 0.01
+
+
+def test_w05_factors_of_a_gguf_file_equal_llama3_scaling():
+    """W05: a GGUF file says llama3 scaling as a tensor of divisors, one for each frequency."""
+    scaling = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = reference_model(config_of("llama", rope_parameters=scaling))
+    config = ModelConfig.from_hf(metadata_of(model))
+    plain = RopeConfig(theta=10000.0)
+    factors = frequencies(plain, config.head_dim)[0] / frequencies(config.rope, config.head_dim)[0]
+    assert factors.max() == pytest.approx(8.0)
+
+    decoder = Decoder(dataclasses.replace(config, rope=dataclasses.replace(plain, scaling="factors")))
+    assert decoder.expected_weights()["rope_freqs.weight"] == (config.head_dim // 2,)
+    decoder.load_weight("rope_freqs.weight", factors)
+    for name, tensor in model.state_dict().items():
+        decoder.load_weight(name, tensor)
+    ids = ids_of(21)
+    expected = expected_logits(model, ids)
+    assert worst(Paged(decoder).step(a=ids)["a"], expected) < TOLERANCE
+    assert worst(Paged(decoder_for(model)).step(a=ids)["a"], expected) < TOLERANCE
+    unscaled = decoder_for(model, dataclasses.replace(config, rope=plain))
+    assert worst(Paged(unscaled).step(a=ids)["a"], expected) > 10 * TOLERANCE
 
 
 MUTANTS = {

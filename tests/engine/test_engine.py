@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
+from octavo.config import EngineConfig, ModelConfig, RopeConfig
+from octavo.engine.build import prefix_fingerprint
 from octavo.engine.runner import SCORE_ROWS, build
 from octavo.engine.sampler import NOT_FINITE
-from octavo.engine.scheduler import ScheduledRequest
+from octavo.engine.step import ScheduledRequest
 from octavo.request import Request, SamplingParams
 
 EOS = 256
@@ -424,6 +427,49 @@ def test_s16_nothing_is_kept_of_what_has_ended(tiny):
     assert not t.engine._owner
 
 
+def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
+    config = EngineConfig(model="m", attention="fused")
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=10,
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    base = (config, model, "weights", "avx2", 1)
+    cache = config.cache
+    others = [
+        (replace(config, attention="sdpa"), *base[1:]),
+        (replace(config, cache=replace(cache, kv_dtype="float16")), *base[1:]),
+        (replace(config, cache=replace(cache, block_size=32)), *base[1:]),
+        (config, replace(model, rope=RopeConfig(theta=5.0)), *base[2:]),
+        (config, replace(model, sliding_window=8, sliding_layers=(0,)), *base[2:]),
+        (config, model, "other weights", *base[3:]),
+        (config, model, "weights", "portable", 1),
+        (config, model, "weights", "avx2", 2),
+    ]
+    prints = [prefix_fingerprint(*arguments) for arguments in (base, *others)]
+    assert len(set(prints)) == len(prints)
+    assert prefix_fingerprint(*base) == prints[0]
+    # what cannot change K and V does not empty the cache
+    assert prefix_fingerprint(replace(config, num_threads=7, seed=3), *base[1:]) == prints[0]
+
+
+def test_p06_nothing_is_matched_under_another_fingerprint(tiny):
+    """The same cache object cannot live on; the digests that stand for its blocks differ."""
+    keys = []
+    for fingerprint in ("a", "a", "b"):
+        t = tiny(fingerprint=fingerprint)
+        t.run((prompt(20), greedy(1)))
+        keys.append(set(t.scheduler._cache.digests(t.scheduler._cache.chain(prompt(20), ""))))
+    assert keys[0] == keys[1]
+    assert not keys[0] & keys[2]
+
+
 # ---- an error costs one request
 
 
@@ -499,11 +545,28 @@ def broken_for(entry, broken):
     return lambda self, token: broken() if id(self) in own else good(self, token)
 
 
-def test_h11_one_failing_choice_leaves_the_others(tiny):
+def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch):
+    from octavo.tokenizer import IncrementalDetokenizer
+
     everything = dict.fromkeys(range(VOCAB), -math.inf)
     good, bad = tiny().run((prompt(4), greedy(2)), (prompt(4), greedy(2, logit_bias=everything)))
     assert len(tokens(good)) == 2
     assert "forbid every token" in bad.error
+
+    t = tiny()
+    entry_id = t.add(prompt(4), SamplingParams(n=3, seed=2, max_tokens=4, ignore_eos=True))
+    failing = t.engine._entries[entry_id].choices[1].detokenizer
+    push = IncrementalDetokenizer.push
+
+    def fails_for_one(self, token):
+        if self is failing:
+            raise ZeroDivisionError("in the detokenizer")
+        return push(self, token)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", fails_for_one)
+    output = t.drain()[entry_id]
+    assert [c.finish_reason for c in output.outputs] == ["length", "error", "length"]
+    assert "ZeroDivisionError" in output.error
 
 
 # ---- metrics

@@ -186,6 +186,31 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     assert not llm._inbox
 
 
+def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monkeypatch):
+    t = tiny(num_blocks=128)
+    llm = LLM.from_engine(t.engine)
+    (expected,) = llm.generate("a longer prompt", GREEDY, use_tqdm=False)
+    stream = llm.stream("hello", GREEDY)
+    next(stream)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(t.model, "logits", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["a longer prompt", "another"], GREEDY, use_tqdm=False)
+    # the stream was in that step too
+    last = next(stream)
+    assert "interrupted" in last.error
+    assert next(stream, None) is None
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.scheduler_stats.used_blocks == 0
+    t.scheduler.check_invariants()
+    (again,) = llm.generate("a longer prompt", GREEDY, use_tqdm=False)
+    assert again.outputs == expected.outputs
+
+
 def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err

@@ -112,9 +112,11 @@ def test_s14_the_models_own_length_is_fitted_to_the_pool_with_one_line():
     assert "1024" in note
 
 
-def test_s14_a_given_length_that_does_not_fit_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"max_model_len is 500.*holds only 160 tokens"):
-        resources.resolve(config(num_blocks=10, max_model_len=500), MODEL, GIB)
+def test_s14_a_given_length_that_does_not_fit_is_lowered_with_one_line_too():
+    resolved, note = resources.resolve(config(num_blocks=10, max_model_len=500), MODEL, GIB)
+    assert resolved.scheduler.max_model_len == 160
+    assert "160" in note
+    assert "500" in note
 
 
 @pytest.mark.parametrize(

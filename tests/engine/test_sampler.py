@@ -11,7 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.sampler import LOGPROB_FLOOR, NOT_FINITE, NOTHING_LEFT, SamplingRow, sample, score
+from octavo.engine.sampler import (
+    LOGPROB_FLOOR,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    SamplingRow,
+    _keep,
+    sample,
+    score,
+)
 from octavo.request import MAX_LOGPROBS, SamplingParams
 
 VOCAB = 50
@@ -207,6 +215,18 @@ def test_top_k_top_p_and_min_p_keep_exactly_their_sets():
     }
     ratio = kept["top_k"][1] / kept["top_k"].sum()
     assert abs(ratio - 0.4 / 0.65) < 0.08, "what is kept keeps its odds"
+
+
+@given(seed=st.integers(0, 10_000), top_p=st.floats(0.001, 0.999), spread=st.sampled_from([0.01, 1.0, 6.0]))
+@settings(max_examples=100, deadline=None)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(seed, top_p, spread):
+    x = torch.randn(300, generator=torch.Generator().manual_seed(seed)).numpy() * np.float32(spread)
+    x -= x.max()
+    kept = _keep(x, SamplingParams(top_p=top_p))
+    p = np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum()
+    assert p[kept].sum() > top_p - 1e-6
+    assert p[kept].sum() - p[kept].min() < top_p + 1e-6
+    assert p[kept].min() >= np.delete(p, kept).max(initial=0.0)
 
 
 def test_logprobs_are_the_models_own_with_ranks(logits):

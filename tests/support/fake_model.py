@@ -8,21 +8,22 @@ reads its own history, which catches stale blocks, wrong copies and blocks match
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 
+from octavo.config import SchedulerConfig
 from octavo.engine.scheduler import Scheduler, SchedulerOutput
 from octavo.request import Request, SamplingParams
 
 
-def row_of(salt: str, token_ids: list[int]) -> int:
-    """What the last token's row holds after these tokens."""
-    text = f"{salt}|{token_ids}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+def digest(*values: object) -> int:
+    """A number that stands for the values."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big")
 
 
 def next_token(request: Request, vocab: int) -> int:
     """The model's choice: a function of the tokens alone, however they were scheduled."""
-    return row_of("choice", [request.seed, *request.token_ids]) % vocab
+    return digest(request.seed, request.token_ids) % vocab
 
 
 class FakeModel:
@@ -48,9 +49,9 @@ class FakeModel:
 
     def history(self, request: Request, end: int) -> list[int]:
         """The rows that tokens 0 .. end-1 of a request must have."""
-        rows, tokens = self._history.setdefault(request.id, []), request.token_ids
-        while len(rows) < end:
-            rows.append(row_of(request.cache_salt, tokens[: len(rows) + 1]))
+        rows = self._history.setdefault(request.id, [])
+        for token in request.token_ids[len(rows) : end]:
+            rows.append(digest(rows[-1] if rows else request.cache_salt, token))
         return rows[:end]
 
     def read(self, request: Request, end: int) -> list[int | None]:
@@ -92,11 +93,16 @@ class FakeModel:
     def step(self, between: Callable[[], None] = lambda: None) -> SchedulerOutput:
         """One engine step; ``between`` runs after the forward pass and before update()."""
         unfinished = self.scheduler.has_unfinished()
+        before = self.scheduler.stats
         output = self.scheduler.schedule()
         self.scheduler.check_invariants()
         assert bool(output.scheduled) == unfinished, "a step without progress"
         assert len({share.request.id for share in output.scheduled}) == len(output.scheduled)
         assert all(share.num_tokens > 0 for share in output.scheduled)
+        after, shares = self.scheduler.stats, output.scheduled
+        assert after.scheduled_tokens - before.scheduled_tokens == sum(s.num_tokens for s in shares)
+        assert after.preemptions - before.preemptions == len(output.preempted)
+        assert not {share.request for share in shares} & set(output.preempted), "preempted and scheduled"
         sampled = self.forward(output)
         between()
         self.scheduler.update(output, sampled)
@@ -140,3 +146,42 @@ def make_request(
         cache_salt=cache_salt,
         seed=seed,
     )
+
+
+def build(
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    seqs: int = 8,
+    budget: int = 256,
+    max_model_len: int = 1000,
+    **kwargs: object,
+) -> FakeModel:
+    config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
+    scheduler = Scheduler(config, block_size=block_size, num_blocks=num_blocks, **kwargs)  # type: ignore[arg-type]
+    # By default each request goes on with its own tokens, never an end token.
+    return FakeModel(
+        scheduler,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        next_token=lambda r: 1000 * r.id + 500 + len(r.output_token_ids),
+    )
+
+
+def add(model: FakeModel, prompt: list[int], **kwargs: object) -> Request:
+    request = make_request(prompt, **kwargs)  # type: ignore[arg-type]
+    model.scheduler.add(request)
+    return request
+
+
+_distinct = itertools.count(10)
+
+
+def prompt_of(length: int) -> list[int]:
+    """A prompt that shares nothing with any other."""
+    start = 10_000 * next(_distinct)
+    return list(range(start, start + length))
+
+
+def tokens_of(output: SchedulerOutput, request: Request) -> int:
+    return sum(share.num_tokens for share in output.scheduled if share.request is request)

@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import settings
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from octavo.tokenizer import Tokenizer
 
+# A busy machine is no reason to fail.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
 SENTENCES = [
     "the cat sat on the mat and the dog ran to the hat 1234567890",
     "hello world, hello there! what's this? it's the end of the turn",
-    "im_start im_end user assistant system <| |> < > | café déjà vu",
+    "im_start im_end user assistant system <| |> < > | café déjà vu <|a <|b <|c x<|d y<|e z<|f",
     "x = 5; for i in range(10): print(i)  # indent    and spaces",
 ]
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "'<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
@@ -81,7 +87,7 @@ def sentencepiece_metadata() -> dict[str, Any]:
     words = " ".join(SENTENCES).replace(" ", "▁")
     pieces = {words[i : i + n] for n in (2, 3, 4, 5) for i in range(0, len(words) - n, 3)}
     pieces |= {"th", "he", "▁t", "▁th", "▁the", "the", "en", "end", "<e", "_of", "turn", "aa", "aaa", "▁▁"}
-    pieces |= set(words) | set(">")
+    pieces |= set(words) | set(">") | {"<end", "<end_of", "<end_of_turn"}  # nearly a control token
     pieces -= set(tokens)
     ordered = sorted(pieces, key=lambda piece: (-len(piece) % 3, piece))
     scores = [0.0] * len(tokens) + [-float(i) for i in range(len(ordered))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import byteorder
@@ -320,6 +321,7 @@ class PrefixCache:
         return root
 
     def _insert(self, parent: Node, tokens: bytes, block: int, digest: bytes | None) -> Node:
+        """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
         node = Node(self._serial, block, parent, tokens, digest)
         key = node.key
@@ -335,7 +337,6 @@ class PrefixCache:
         self._by_block[block] = node
         if digest is not None:
             self._by_digest[digest] = node
-        self._unqueue(parent)
         parent.num_children += 1
         self.num_evictable += 1
         return node
@@ -409,17 +410,17 @@ class PrefixCache:
     def check_invariants(self, chains: Iterable[Chain]) -> None:
         """Raise AssertionError unless tree, digests, counts and queues agree (for tests)."""
         nodes = list(self._by_block.values())
-        users: dict[int, int] = {}
+        users: Counter[int] = Counter()
         for chain in chains:
             parent = self._roots.get(chain.salt)
             for node in chain.path:
                 assert node.parent is parent, "a path skips a node"
-                users[node.serial] = users.get(node.serial, 0) + 1
+                users[node.serial] += 1
                 parent = node
         for node in nodes:
             assert self._by_block[node.block] is node
             assert self._by_key[node.key] is node
-            assert node.users == users.get(node.serial, 0), "users differ from the paths"
+            assert node.users == users[node.serial], "users differ from the paths"
             parent = node.parent
             assert parent is not None
             above = self._by_block.get(parent.block) if parent.block >= 0 else self._roots.get(_salt(parent))
@@ -429,8 +430,9 @@ class PrefixCache:
             assert node.digest is None or self._by_digest[node.digest] is node
             leaf = node.users == 0 and node.num_children == 0
             assert (node.queue_key is not None) == leaf, "the queues hold exactly the unused leaves"
+        children = Counter(node.parent.serial for node in nodes if node.parent is not None)
         for parent in [*nodes, *self._roots.values()]:
-            assert parent.num_children == sum(node.parent is parent for node in nodes)
+            assert parent.num_children == children[parent.serial]
             assert parent.block >= 0 or parent.num_children, "an empty tree is kept"
         assert self.num_evictable == sum(node.users == 0 for node in nodes)
         assert self._num_protected == sum(node.protected for node in nodes)

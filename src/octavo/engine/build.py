@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,46 +27,69 @@ from octavo.weights.load import Checkpoint, load_model, open_checkpoint
 log = logging.getLogger("octavo")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory; several engines may run on it, one after the other.
+
+    ``vocab_size``: ids below it are both tokens and rows of the head. ``fingerprint`` is the
+    checkpoint's own digest.
+    """
+
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer
+    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int:
+        return min(self.tokenizer.vocab_size, self.config.vocab_size)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return (*self.config.eos_token_ids, *self.tokenizer.eos_token_ids)
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model that ``config`` names and make an engine of it.
 
     Sets torch's number of threads for the whole process. Raises ValueError, in one sentence, for an
     option or a model that cannot be served.
     """
-    num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
-    if num_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-    if config.cache.kv_dtype not in DTYPES:
-        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {config.cache.kv_dtype!r}")
+    _check(config)
     checkpoint = open_checkpoint(hub.resolve(config.model))
-    model_config = read_config(checkpoint)
-    # Everything that can be refused is refused before the weights are read.
-    attention = AttentionBackend(config.attention, _spec(config, model_config), num_threads)
-    torch.set_num_threads(num_threads)
-    tokenizer = (
-        Tokenizer.from_hf(checkpoint.path)
-        if checkpoint.kind == "hf"
-        else Tokenizer.from_gguf(checkpoint.metadata)
-    )
-    model = Decoder(model_config, config.device)
-    load_model(
-        model,
-        checkpoint,
-        tied=model_config.tie_word_embeddings,
-        canonical=partial(canonical, model_config.architecture),
-    )
-    config, note = resources.resolve(config, model_config, resources.available_memory())
+    # Refused before the weights are read, which takes seconds.
+    _backend(config, read_config(checkpoint))
+    return assemble(config, load(checkpoint, config.device))
+
+
+def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
+    """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
+    config = read_config(checkpoint)
+    if checkpoint.kind == "hf":
+        tokenizer = Tokenizer.from_hf(checkpoint.path)
+    else:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    decoder = Decoder(config, device)
+    to_canonical = partial(canonical, config.architecture)
+    load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
+    return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
+
+
+def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
+    """An engine with its own pool over a loaded model; see :func:`build_engine`."""
+    attention = _backend(config, loaded.config)
+    torch.set_num_threads(attention.num_threads)
+    config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
-
     cache, num_blocks = config.cache, config.cache.num_blocks
     assert num_blocks is not None
     kv_cache = KVCache(
-        num_layers=model_config.num_layers,
+        num_layers=loaded.config.num_layers,
         num_blocks=num_blocks,
-        num_kv_heads=model_config.num_kv_heads,
+        num_kv_heads=loaded.config.num_kv_heads,
         block_size=cache.block_size,
-        head_dim=model_config.head_dim,
+        head_dim=loaded.config.head_dim,
         kv_dtype=cache.kv_dtype,
         device=config.device,
     )
@@ -74,15 +98,15 @@ def build_engine(config: EngineConfig) -> Engine:
         block_size=cache.block_size,
         num_blocks=num_blocks,
         prefix_cache=cache.enable_prefix_caching,
-        fingerprint=prefix_fingerprint(config, model_config, checkpoint.fingerprint(), isa(config.attention)),
+        fingerprint=prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention)),
     )
-    vocab_size = min(tokenizer.vocab_size, model_config.vocab_size)
+    runner = Runner(loaded.decoder, kv_cache, attention, vocab_size=loaded.vocab_size, device=config.device)
     return Engine(
         config,
-        runner=Runner(model, kv_cache, attention, vocab_size=vocab_size, device=config.device),
+        runner=runner,
         scheduler=scheduler,
-        tokenizer=tokenizer,
-        eos_token_ids=(*model_config.eos_token_ids, *tokenizer.eos_token_ids),
+        tokenizer=loaded.tokenizer,
+        eos_token_ids=loaded.eos_token_ids,
     )
 
 
@@ -126,8 +150,20 @@ def prefix_fingerprint(
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _spec(config: EngineConfig, model: ModelConfig) -> AttentionSpec:
-    return AttentionSpec(
+def _check(config: EngineConfig) -> None:
+    if config.num_threads is not None and config.num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {config.num_threads}")
+    if config.cache.kv_dtype not in DTYPES:
+        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {config.cache.kv_dtype!r}")
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if getattr(config.scheduler, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config.scheduler, name)}")
+    resources.check_block_size(config.cache.block_size)
+
+
+def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
+    num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
+    spec = AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -135,3 +171,4 @@ def _spec(config: EngineConfig, model: ModelConfig) -> AttentionSpec:
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
+    return AttentionBackend(config.attention, spec, num_threads)

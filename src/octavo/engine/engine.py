@@ -12,7 +12,8 @@ from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.runner import Runner, StepResult
-from octavo.engine.scheduler import Scheduler, SchedulerOutput, SchedulerStats
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput, SchedulerStats
 from octavo.request import (
     CompletionOutput,
     Logprob,
@@ -86,6 +87,8 @@ class Engine:
         self._scheduler = scheduler
         self._entries: dict[int, _Entry] = {}
         self._owner: dict[int, tuple[_Entry, _Choice]] = {}
+        #: Entries with something new for the caller.
+        self._touched: dict[int, _Entry] = {}
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -141,26 +144,37 @@ class Engine:
         return entry_id
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; returns the outputs so far (cumulative) of the prompts that it touched."""
+        """Compute one step; returns the outputs so far (cumulative) of the prompts that it touched.
+
+        An interrupt in the middle (Ctrl-C) is raised; the requests of that step end with an error,
+        which the next step returns, and everything else goes on.
+        """
         start = time.monotonic()
         output = self._scheduler.schedule()
-        touched: dict[int, _Entry] = {}
         for request in output.ended:
-            entry, choice = self._owner[request.id]
-            self._close(entry, choice)
-            touched[entry.id] = entry
+            self._close(*self._owner[request.id])
         if output.scheduled:
             self._note_first_scheduled(output, start)
-            self._runner.copy_blocks(output.copies)
-            result = self._runner.run(output.scheduled)
-            self._take(output, result, touched)
+            self._take(output, self._compute(output))
             self._note_step(time.monotonic() - start)
-        elif not output.ended and self._scheduler.has_unfinished():
+        elif self._scheduler.has_unfinished() and not output.ended:
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
-        outputs = [self._output(entry) for entry in touched.values()]
+        touched, self._touched = self._touched, {}
         for entry in touched.values():
-            self._forget_if_finished(entry)
-        return outputs
+            if entry.finished:
+                del self._entries[entry.id]
+        return [self._output(entry) for entry in touched.values()]
+
+    def _compute(self, output: SchedulerOutput) -> StepResult:
+        try:
+            self._runner.copy_blocks(output.copies)
+            return self._runner.run(output.scheduled)
+        except BaseException:
+            # Half a step is in the cache: nothing that it wrote may be read.
+            for share in output.scheduled:
+                self._fail(*self._owner[share.request.id], "the step that computed this was interrupted")
+            self._scheduler.update(output, {})
+            raise
 
     def abort(self, entry_id: int) -> RequestOutput | None:
         """End a request now; its blocks are free at the next step. Returns what it had, or None when
@@ -172,9 +186,9 @@ class Engine:
             if choice.finish_reason is None:
                 self._scheduler.finish(choice.request, "abort")
                 self._close(entry, choice)
-        output = self._output(entry)
-        self._forget_if_finished(entry)
-        return output
+        self._touched.pop(entry_id, None)
+        del self._entries[entry_id]
+        return self._output(entry)
 
     def has_unfinished(self) -> bool:
         return bool(self._entries)
@@ -211,7 +225,7 @@ class Engine:
         metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
         metrics.num_preemptions, metrics.num_evictions = stats.preemptions, stats.evictions
 
-    def _take(self, output: SchedulerOutput, result: StepResult, touched: dict[int, _Entry]) -> None:
+    def _take(self, output: SchedulerOutput, result: StepResult) -> None:
         owners = [self._owner[share.request.id] for share in output.scheduled]
         # Failed requests leave first: what they wrote must not reach the prefix cache.
         for request_id, sentence in result.errors.items():
@@ -224,12 +238,10 @@ class Engine:
                 for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
                     entry.prompt_logprobs[position] = self._with_text(logprobs)
             if request.id in result.tokens:
+                self._touched[entry.id] = entry
                 self._accept(entry, choice, result, now)
             elif request.finished and choice.finish_reason is None:
                 self._close(entry, choice)
-            elif choice.finish_reason is None:
-                continue
-            touched[entry.id] = entry
 
     def _accept(self, entry: _Entry, choice: _Choice, result: StepResult, now: float) -> None:
         """Book one sampled token, and end the choice when it completes a stop string."""
@@ -281,12 +293,9 @@ class Engine:
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
         self.metrics.end_to_end.observe(now - entry.arrival_time)
         del self._owner[choice.request.id]
+        self._touched[entry.id] = entry
         if entry.finished:
             entry.finished_time = now
-
-    def _forget_if_finished(self, entry: _Entry) -> None:
-        if entry.finished:
-            self._entries.pop(entry.id, None)
 
     def _with_text(self, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
         return {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from octavo.cache.kv_cache import bytes_per_block
 from octavo.config import EngineConfig, ModelConfig
+from octavo.engine.scheduler import fit_max_model_len
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -144,24 +145,22 @@ def _read_number(path: Path) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
+def check_block_size(size: int) -> None:
+    if not (1 <= size <= 256 and size & (size - 1) == 0):
+        raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
+
+
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
     """Settle ``cache.num_blocks`` and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
 
     The pool is, in this order: ``num_blocks``; ``kv_cache_memory``; or ``DEFAULT_MEMORY_SHARE`` of
     ``available``, but no more than ``max_num_seqs`` sequences of ``max_model_len`` can use. A
-    ``max_model_len`` that the user gave and the pool cannot hold is refused; the model's own is fitted
-    down to the pool, and the second value is one line that says so (else None).
+    ``max_model_len`` that the pool cannot hold, given or the model's own, is lowered to what it holds,
+    and the second value is one line that says so (else None).
     """
     cache, scheduler = config.cache, config.scheduler
     size = cache.block_size
-    if not (1 <= size <= 256 and size & (size - 1) == 0):
-        raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
-    limit = model.max_position_embeddings
-    asked = scheduler.max_model_len
-    if asked is not None and not 1 <= asked <= limit:
-        raise ValueError(f"max_model_len must be between 1 and the model's own limit, {limit}, got {asked}")
-    wanted_len = asked or limit
-
+    check_block_size(size)
     per_block = bytes_per_block(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -187,31 +186,23 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
                 "that the process may still use"
             )
     else:
+        longest = scheduler.max_model_len or model.max_position_embeddings
         budget = int(available * DEFAULT_MEMORY_SHARE)
-        num_blocks = min(budget // per_block, scheduler.max_num_seqs * -(-wanted_len // size))
+        num_blocks = min(budget // per_block, scheduler.max_num_seqs * -(-longest // size))
         if num_blocks < 1:
             raise ValueError(
                 f"only {format_size(available)} of memory is free and one block of {size} tokens takes "
                 f"{format_size(per_block)}: no KV pool fits"
             )
 
-    capacity = num_blocks * size
-    note = None
-    if wanted_len > capacity:
-        if asked is not None:
-            raise ValueError(
-                f"max_model_len is {asked}, but the KV pool holds only {capacity} tokens "
-                f"({num_blocks} blocks of {size}): lower it, or raise kv_cache_memory"
-            )
-        note = (
-            f"max_model_len is {capacity}, not the model's {limit}: "
-            f"the KV pool holds {num_blocks} blocks of {size} tokens"
-        )
+    max_model_len, note = fit_max_model_len(
+        scheduler.max_model_len, model.max_position_embeddings, num_blocks * size
+    )
     return (
         replace(
             config,
             cache=replace(cache, num_blocks=num_blocks),
-            scheduler=replace(scheduler, max_model_len=min(wanted_len, capacity)),
+            scheduler=replace(scheduler, max_model_len=max_model_len),
         ),
         note,
     )

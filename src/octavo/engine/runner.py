@@ -13,7 +13,7 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
-from octavo.engine.scheduler import BlockCopy, ScheduledRequest
+from octavo.engine.step import BlockCopy, ScheduledRequest
 from octavo.request import Logprob, Request
 
 #: Prompt positions whose logits exist at the same time while a prompt is scored.

@@ -176,10 +176,11 @@ def _keep(x: np.ndarray, p: SamplingParams) -> np.ndarray:
         ids = ids[values >= np.partition(values, -p.top_k)[-p.top_k]]
     if p.top_p < 1.0:
         weights = np.exp(x[ids])
-        falling = np.sort(weights)[::-1]
-        mass = np.cumsum(falling, dtype=np.float64)
-        last = min(int(np.searchsorted(mass, p.top_p * mass[-1])), ids.size - 1)
-        ids = ids[weights >= falling[last]]
+        total = weights.sum(dtype=np.float64)
+        # All tokens below this weigh less than 1 - top_p together, so none of them is kept: not sorted.
+        falling = np.sort(weights[weights >= (1.0 - p.top_p) * total / weights.size])[::-1]
+        last = int(np.searchsorted(np.cumsum(falling, dtype=np.float64), p.top_p * total))
+        ids = ids[weights >= falling[min(last, falling.size - 1)]]
     if p.min_p > 0.0:
         ids = ids[np.exp(x[ids]) >= np.float32(p.min_p)]
     return ids

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.prefix_cache import Match, PrefixCache, sha256
 from octavo.config import SchedulerConfig
+from octavo.engine.step import BlockCopy, ScheduledRequest, SchedulerOutput, SchedulerStats, StepDraft
 from octavo.engine.waiting import Entry, WaitingQueue
 from octavo.request import Request, Status
+
+__all__ = [
+    "BlockCopy",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerOutput",
+    "SchedulerStats",
+    "fit_max_model_len",
+]
 
 #: Waiting requests looked at in one step, so that its cost does not grow with the queue.
 MAX_LOOKED_AT = 64
@@ -18,81 +27,6 @@ MAX_LOOKED_AT = 64
 MAX_STEPPED_OVER = 8
 #: How many later requests may be admitted before one that does not fit; then all wait for it.
 MAX_PASSED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy the first ``num_rows`` positions of block ``src`` into block ``dst``, in every layer."""
-
-    src: int
-    dst: int
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """True when this share ends at the request's last token, so that a token is sampled.
-
-        Never for a request whose max_tokens is 0: it only wants its prompt computed. To be read
-        before :meth:`Scheduler.update`, which appends the token.
-        """
-        return self.request.max_tokens > 0 and self.start + self.num_tokens == self.request.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """What one step computes. ``copies`` run first, in this order, before anything is written.
-
-    A source may be the destination of a later copy, or a block that the step writes: the order
-    makes that safe, so copies must not be merged or reordered.
-    """
-
-    scheduled: tuple[ScheduledRequest, ...]
-    copies: tuple[BlockCopy, ...] = ()
-    preempted: tuple[Request, ...] = ()
-    #: Requests that ended while scheduling (they can never be served); with a finish_reason.
-    ended: tuple[Request, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Where the scheduler stands. The first two groups are gauges; the counters only rise.
-
-    ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
-    in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
-    prompt tokens, counted once a request at its first admission.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_put_off: int
-    free_blocks: int
-    cached_blocks: int
-    used_blocks: int
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-    evictions: int
-    scheduled_tokens: int
-    finished: int
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in the making."""
-
-    budget: int
-    scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
-    preempted: dict[int, Request] = field(default_factory=dict)
 
 
 def fit_max_model_len(requested: int | None, model_limit: int, pool_tokens: int) -> tuple[int, str | None]:
@@ -117,7 +51,7 @@ class Scheduler:
     There are no phases: a running request catches up from ``num_computed_tokens`` to ``num_tokens``.
     A step first serves those that need exactly one token, then gives chunks of the others what is
     left of ``max_num_batched_tokens``, then admits waiting requests; always in order of priority
-    (the lower number first) and arrival.
+    (the lower number first) and arrival. A waiting request goes before chunks of worse priority.
 
     *Blocks* are taken for what a step computes. A request that gets none takes them from the last in
     order, which is preempted: it gives up its blocks, waits, and computes its tokens again. The last
@@ -225,13 +159,18 @@ class Scheduler:
         """Choose what the next step computes; never empty while a request is unfinished."""
         if self._under_way is not None:
             raise RuntimeError("schedule() was called twice without update()")
-        step = _Step(self._config.max_num_batched_tokens)
-        for decodes in (True, False):
-            for entry in tuple(self._running):
-                request = entry.request
-                missing = request.num_tokens - request.num_computed_tokens
-                if (missing == 1) is decodes and step.budget and request.status is Status.RUNNING:
-                    self._schedule_share(entry, step)
+        step = StepDraft(self._config.max_num_batched_tokens)
+        chunks = []
+        for entry in tuple(self._running):
+            request = entry.request
+            if request.num_tokens - request.num_computed_tokens > 1:
+                chunks.append(entry)
+            elif step.budget and request.status is Status.RUNNING:
+                self._schedule_share(entry, step)
+        for entry in chunks:
+            self._admit(step, entry.request.priority)
+            if step.budget and entry.request.status is Status.RUNNING:
+                self._schedule_share(entry, step)
         self._admit(step)
         output = SchedulerOutput(
             tuple(step.scheduled.values()), tuple(step.copies), tuple(step.preempted.values())
@@ -270,7 +209,7 @@ class Scheduler:
                 done.append(request)
         return done
 
-    def _schedule_share(self, entry: Entry, step: _Step) -> None:
+    def _schedule_share(self, entry: Entry, step: StepDraft) -> None:
         """Give a running request what the budget and the blocks allow; it pauses when that is none."""
         request = entry.request
         start = request.num_computed_tokens
@@ -299,7 +238,7 @@ class Scheduler:
             self._pool.reclaim(evicted)
         return self._pool.allocate()
 
-    def _preempt(self, entry: Entry, step: _Step) -> None:
+    def _preempt(self, entry: Entry, step: StepDraft) -> None:
         request = entry.request
         share = step.scheduled.pop(request.id, None)
         if share is not None:
@@ -357,12 +296,18 @@ class Scheduler:
 
     # ---- admission
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: StepDraft, worse_than: int | None = None) -> None:
+        """Admit waiting requests in order; with ``worse_than``, only those of a better priority."""
+        head = self._waiting.head(1) if self._has_place(step) else []
+        if not head or (worse_than is not None and head[0].request.priority >= worse_than):
+            return
         committed = self._committed()
         if not self._may_admit(step, committed):
             return
         stepped_over: list[Entry] = []
         for entry in self._waiting.head(MAX_LOOKED_AT):
+            if worse_than is not None and entry.request.priority >= worse_than:
+                return
             if entry.request.id in step.preempted:
                 continue
             match = self._match(entry)
@@ -385,9 +330,12 @@ class Scheduler:
             if len(stepped_over) > MAX_STEPPED_OVER or any(e.passed >= MAX_PASSED for e in stepped_over):
                 return
 
-    def _may_admit(self, step: _Step, committed: int) -> bool:
+    def _has_place(self, step: StepDraft) -> bool:
+        return step.budget > 0 and len(self._running) < self._config.max_num_seqs
+
+    def _may_admit(self, step: StepDraft, committed: int) -> bool:
         """Cheap reasons not to look at the queue."""
-        if not step.budget or len(self._running) >= self._config.max_num_seqs:
+        if not self._has_place(step):
             return False
         head = self._waiting.head(1)
         if not head:
@@ -438,7 +386,7 @@ class Scheduler:
         unused = sum(node.users == 0 for node in match.nodes)
         return needed + committed - (self._pool.num_free + self._cache.num_evictable - unused)
 
-    def _preempt_worse(self, entry: Entry, match: Match, step: _Step) -> None:
+    def _preempt_worse(self, entry: Entry, match: Match, step: StepDraft) -> None:
         """Preempt running requests of worse priority, last first, if that makes room for ``entry``."""
         worse = [e for e in self._running if e.request.priority > entry.request.priority]
         most = sum(len(e.request.block_table) for e in worse)
@@ -447,7 +395,7 @@ class Scheduler:
         while worse and not self._fits(entry, match, self._committed()):
             self._preempt(worse.pop(), step)
 
-    def _start(self, entry: Entry, match: Match, step: _Step) -> None:
+    def _start(self, entry: Entry, match: Match, step: StepDraft) -> None:
         """Commit the match and run the request: the only way in, for the first time and after."""
         request = entry.request
         self._waiting.remove(entry)

@@ -151,7 +151,8 @@ class Attention(nn.Module):
             qk = self.head_norm(qk)
         if rotation is not None:
             qk = rotate(qk, rotation)
-        step.kv_cache.write(self.layer, qk[:, self.num_heads :], v, step.batch.slot_mapping)
+        k = qk[:, self.num_heads :]
+        step.attention.write(step.kv_cache, self.layer, k, v, step.batch.slot_mapping)
         kv = KVLayer(*step.kv_cache.layer(self.layer), self.scale, self.window)
         out = step.attention.run(qk[:, : self.num_heads].contiguous(), kv, step.plan)
         projected: torch.Tensor = self.o_proj(out.view(-1, self.num_heads * self.head_dim))
@@ -163,7 +164,6 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: str) -> None:
         super().__init__()
-        self.size = config.intermediate_size
         self.gated = config.gated_mlp
         self.activation = ACTIVATIONS[config.activation]
         names = ("mlp.gate_proj", "mlp.up_proj") if config.gated_mlp else ("mlp.up_proj",)
@@ -173,10 +173,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, down, bias=config.mlp_bias, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up: torch.Tensor = self.gate_up_proj(x)
-        inner = self.activation(gate_up[:, : self.size])
+        inner: torch.Tensor = self.gate_up_proj(x)
         if self.gated:
-            inner *= gate_up[:, self.size :]
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self.activation(gate).mul_(up)
+        else:
+            inner = self.activation(inner)
         down: torch.Tensor = self.down_proj(inner)
         return down
 

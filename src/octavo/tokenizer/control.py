@@ -69,12 +69,12 @@ class ControlTokens:
         if done < len(text):
             yield text[done:]
 
-    def risky_characters(self, text: str) -> list[int]:
+    def risky_characters(self, text: str, *, edges: bool = True) -> list[int]:
         """Positions of characters of ``text`` without which it has no part in any control token.
 
         They are the first character of each control token in it (overlapping ones too), the first of
         each tail that could begin one, and the last of each head that could end one: a template may
-        put anything beside the text.
+        put anything beside the text. Without ``edges`` only the first kind.
         """
         found: set[int] = set()
         if self._first is None or not text:
@@ -83,6 +83,8 @@ class ControlTokens:
             start = match.start()
             if any(text[start : start + n] in self._by_text for n in self._lengths[text[start]]):
                 found.add(start)
+        if not edges:
+            return sorted(found)
         # Templates like to trim, so the edges of the trimmed text count as edges too.
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
         for edge in {end, len(text)}:
@@ -135,14 +137,18 @@ class Disguise:
         if isinstance(value, str):
             return self._put_on(value)
         if isinstance(value, dict):
-            return {self.put_on(key): self.put_on(item) for key, item in value.items()}
+            # A template looks for keys by name, so their edges stay as they are.
+            return {
+                self._put_on(key, edges=False) if isinstance(key, str) else key: self.put_on(item)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.put_on(item) for item in value]
         return value
 
-    def _put_on(self, text: str) -> str:
+    def _put_on(self, text: str, *, edges: bool = True) -> str:
         pieces, done = [], 0
-        for position in self._control.risky_characters(text):
+        for position in self._control.risky_characters(text, edges=edges):
             pieces += [text[done:position], self._marker, f"{ord(text[position]):07d}"]
             done = position + 1
         return "".join([*pieces, text[done:]])

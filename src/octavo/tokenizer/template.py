@@ -94,6 +94,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        # Jinja's own gives an undefined value, which prints as nothing.
+        raise SecurityError(f"it reaches for {attribute!r} of a {type(obj).__name__}")
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not (abs(right) <= MAX_EXPONENT and abs(left) <= MAX_CHARACTERS):
             raise SecurityError(

@@ -1,18 +1,19 @@
-"""One view of every checkpoint: (HF name, tensor), whatever the file; and the copy into a module."""
+"""One view of every checkpoint: (HF name, tensor), whatever the file; and the way into a model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.weights import gguf_names, hf
 from octavo.weights.errors import WeightsError
@@ -99,91 +100,68 @@ def _gguf_tensors(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
         yield hf_name, torch.from_numpy(gguf_names.hf_layout(file, hf_name, values))
 
 
-def load_into(
-    module: nn.Module, checkpoint: Checkpoint, *, tied: bool, canonical: Canonical | None = None
-) -> None:
-    """Fill every parameter of the module from the checkpoint, by name.
-
-    canonical: (HF name, tensor) -> the (parameter name, tensor) pairs it stands for; by default itself.
-    tied: the config says that the output projection is the embedding. Then a missing lm_head.weight is the
-    embedding, an equal one is used, and a different one is an error.
-    A parameter on the meta device is replaced by the tensor itself; any other is copied into. A float tensor
-    of another dtype takes the parameter's (float16 and bfloat16 are upcast), with one line in the log.
-
-    Raises WeightsError that names tensors that are missing, not in the module, or of the wrong shape.
-    """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    loaded: set[str] = set()
-    extra: list[str] = []
-    converted: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-    head: Tensor | None = None
-    for name, tensor in _canonical_tensors(checkpoint, canonical):
-        if name in loaded:
-            raise WeightsError(f"{checkpoint.path.name} has two tensors for {name!r}")
-        if name == LM_HEAD and tied:
-            head = tensor
-        elif name not in parameters:
-            extra.append(name)
-        else:
-            _check(name, parameters[name], tensor)
-            if tensor.dtype != parameters[name].dtype:
-                converted[tensor.dtype, parameters[name].dtype] += 1
-            _assign(module, name, parameters[name], tensor, aliased=checkpoint.kind == "hf")
-            loaded.add(name)
-    if tied and EMBEDDING in loaded:
-        _tie(module, head)
-        loaded.add(LM_HEAD)
-    _check_complete(checkpoint, [name for name in parameters if name not in loaded], extra)
-    for (stored, used), count in converted.items():
-        log.warning(
-            "%s: %d tensors stored as %s are used as %s",
-            checkpoint.path.name, count, _dtype_name(stored), _dtype_name(used),
-        )  # fmt: skip
-
-
 class Target(Protocol):
-    """A model that knows its weights by canonical names and copies each into place."""
+    """A model that knows its weights by canonical names and copies each into place, upcasting as needed."""
 
-    def expected_weights(self) -> dict[str, tuple[int, ...]]: ...
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape of every tensor that a checkpoint must bring."""
+        ...
 
-    def load_weight(self, name: str, tensor: Tensor) -> None: ...
+    def load_weight(self, name: str, tensor: Tensor) -> None:
+        """Copy one of them, of any float dtype."""
+        ...
 
 
-def load_model(target: Target, checkpoint: Checkpoint, *, tied: bool, canonical: Canonical) -> None:
-    """As :func:`load_into`, for a model whose parameters are laid out in its own way.
+def load_model(
+    target: Target, checkpoint: Checkpoint, *, tied: bool, canonical: Canonical | None = None
+) -> None:
+    """Give the target every weight it expects, each exactly once and in its shape.
 
-    A tied model expects no lm_head.weight; one that the checkpoint brings must equal the embedding.
+    canonical: (HF name, tensor) -> the (canonical name, tensor) pairs it stands for; by default itself.
+    tied: the config says that the output projection is the embedding, so the target expects no
+    lm_head.weight; one that the checkpoint brings must be equal to the embedding.
+    Tensors that are not float32 (float16, bfloat16) are upcast, with one line in the log.
+
+    Raises WeightsError that names tensors that are missing, not in the model, or of the wrong shape.
     """
     expected = target.expected_weights()
     loaded: set[str] = set()
     extra: list[str] = []
-    converted: Counter[torch.dtype] = Counter()
-    to_compare: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in _canonical_tensors(checkpoint, canonical):
-            if name in loaded:
-                raise WeightsError(f"{checkpoint.path.name} has two tensors for {name!r}")
-            if tied and name in (EMBEDDING, LM_HEAD):
-                to_compare[name] = tensor
-            if name not in expected:
-                if not (tied and name == LM_HEAD):
-                    extra.append(name)
-                continue
-            _check_shape(name, expected[name], tensor)
-            converted[tensor.dtype] += 1
-            target.load_weight(name, tensor)
+    stored: Counter[torch.dtype] = Counter()
+    # Both are held until the end only where there is something to compare.
+    compared = {EMBEDDING, LM_HEAD} if tied and LM_HEAD in checkpoint.names else set()
+    held: dict[str, Tensor] = {}
+    for name, tensor in _canonical_tensors(checkpoint, canonical):
+        if name in loaded:
+            raise WeightsError(f"{checkpoint.path.name} has two tensors for {name!r}")
+        if name in compared:
+            held[name] = tensor
+        if name in expected:
+            _check(name, expected[name], tensor)
+            with torch.no_grad(), _one_thread():
+                target.load_weight(name, tensor)
+            stored[tensor.dtype] += 1
             loaded.add(name)
-    if len(to_compare) == 2 and not torch.equal(to_compare[LM_HEAD], to_compare[EMBEDDING]):
-        raise WeightsError(
-            f"the config ties {LM_HEAD} to {EMBEDDING}, but the checkpoint holds two different tensors"
-        )
+        elif name not in compared:
+            extra.append(name)
     _check_complete(checkpoint, [name for name in expected if name not in loaded], extra)
-    for stored, count in converted.items():
-        if stored != torch.float32:
-            log.warning(
-                "%s: %d tensors stored as %s are used as float32",
-                checkpoint.path.name, count, _dtype_name(stored),
-            )  # fmt: skip
+    if held:
+        _check_tie(held[EMBEDDING], held[LM_HEAD])
+    for dtype, count in stored.items():
+        if dtype != torch.float32:
+            name = _dtype_name(dtype)
+            log.warning("%s: %d tensors stored as %s are used as float32", checkpoint.path.name, count, name)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A copy is limited by memory: more threads gain nothing, and lose much where the CPUs are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _canonical_tensors(checkpoint: Checkpoint, canonical: Canonical | None) -> Iterator[tuple[str, Tensor]]:
@@ -196,11 +174,7 @@ def _canonical_tensors(checkpoint: Checkpoint, canonical: Canonical | None) -> I
             yield from canonical(name, tensor)
 
 
-def _check(name: str, parameter: nn.Parameter, tensor: Tensor) -> None:
-    _check_shape(name, parameter.shape, tensor)
-
-
-def _check_shape(name: str, shape: Sequence[int], tensor: Tensor) -> None:
+def _check(name: str, shape: tuple[int, ...], tensor: Tensor) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise WeightsError(
             f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint and {list(shape)} in the model"
@@ -212,32 +186,12 @@ def _check_shape(name: str, shape: Sequence[int], tensor: Tensor) -> None:
         )
 
 
-def _assign(module: nn.Module, name: str, parameter: nn.Parameter, tensor: Tensor, *, aliased: bool) -> None:
-    """Copy; or where the parameter has no memory yet, hand the tensor over (a copy if it aliases a file)."""
-    if parameter.is_meta:
-        own = tensor.to(parameter.dtype, copy=aliased).contiguous()
-        _replace(module, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
-    else:
-        with torch.no_grad():
-            parameter.copy_(tensor)
-
-
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(owner), attribute, parameter)
-
-
-def _tie(module: nn.Module, head: Tensor | None) -> None:
-    """Make the embedding the output projection too; a stored projection must be equal to it."""
-    embedding = module.get_parameter(EMBEDDING)
-    if head is not None:
-        _check(LM_HEAD, embedding, head)
-        if not torch.equal(head.to(embedding), embedding):
-            raise WeightsError(
-                f"the config ties {LM_HEAD} to {EMBEDDING}, but the checkpoint holds two different tensors"
-            )
-    if LM_HEAD in dict(module.named_parameters(remove_duplicate=False)):
-        _replace(module, LM_HEAD, embedding)
+def _check_tie(embedding: Tensor, head: Tensor) -> None:
+    _check(LM_HEAD, tuple(embedding.shape), head)
+    if not torch.equal(head.float(), embedding.float()):
+        raise WeightsError(
+            f"the config ties {LM_HEAD} to {EMBEDDING}, but the checkpoint holds two different tensors"
+        )
 
 
 def _check_complete(checkpoint: Checkpoint, missing: list[str], extra: list[str]) -> None:

@@ -1,0 +1,83 @@
+"""What the scheduler says about a step, as plain data. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first ``num_rows`` positions of block ``src`` into block ``dst``, in every layer."""
+
+    src: int
+    dst: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """True when this share ends at the request's last token, so that a token is sampled.
+
+        Never for a request whose max_tokens is 0: it only wants its prompt computed. To be read
+        before :meth:`Scheduler.update`, which appends the token.
+        """
+        return self.request.max_tokens > 0 and self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step computes. ``copies`` run first, in this order, before anything is written.
+
+    A source may be the destination of a later copy, or a block that the step writes: the order
+    makes that safe, so copies must not be merged or reordered.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    preempted: tuple[Request, ...] = ()
+    #: Requests that ended while scheduling; always empty with this scheduler, which ends a request
+    #: that can never be served in add() or update().
+    ended: tuple[Request, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Where the scheduler stands. Up to ``used_blocks`` they are gauges; the rest only rises.
+
+    ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
+    in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
+    prompt tokens, counted once a request at its first admission.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_put_off: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    evictions: int
+    scheduled_tokens: int
+    finished: int
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step in the making."""
+
+    budget: int
+    scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
+    copies: list[BlockCopy] = field(default_factory=list)
+    preempted: dict[int, Request] = field(default_factory=dict)

@@ -1,0 +1,318 @@
+"""The real model gives the same answer cold, warm, in chunks, in company and preempted.
+
+Log-probabilities agree within ``TOLERANCE``; token ids agree up to the first position at which the best
+two logits are closer than ``TIE`` (which is reported). Every case proves that it happened. The full
+matrix takes long and is marked slow; the default one takes the same paths with fewer prompts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.attention.backend import AttentionBackend
+from octavo.batch import ForwardBatch
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.engine.build import LoadedModel, assemble, load
+from octavo.engine.engine import Engine
+from octavo.engine.runner import Runner
+from octavo.request import RequestOutput, SamplingParams
+from octavo.weights.load import open_checkpoint
+
+pytestmark = pytest.mark.real_model
+
+TOLERANCE = 1e-4
+TIE = 1e-3
+BS = 16
+UNLIMITED = 4096
+#: Under xdist another worker has the other CPU, and two pools of threads would wait for each other.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
+
+ALL_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 65, 128, 255, 256, 257, 400, 511, 513, 700, 1024, 1500)
+FEW_LENGTHS = (1, 15, 16, 17, 257, 700)
+CHUNKS = (1, 7, 16, 64, UNLIMITED)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Which prompts, how many new tokens, and which lengths a chunk size is tried on."""
+
+    lengths: tuple[int, ...]
+    new_tokens: int
+    longest_in_chunks: dict[int, int]
+
+    def in_chunks_of(self, size: int) -> list[int]:
+        return [n for n in self.lengths if n <= self.longest_in_chunks.get(size, max(self.lengths))]
+
+
+FULL = Matrix(ALL_LENGTHS, 48, {})
+LIGHT = Matrix(FEW_LENGTHS, 8, {1: 17, 7: 257, 16: 257})
+
+
+@pytest.fixture(scope="module")
+def loaded(smollm2_path: Path) -> LoadedModel:
+    return load(open_checkpoint(smollm2_path))
+
+
+def text_of(num_words: int, seed: int) -> str:
+    """Sentences that no two prompts share."""
+    rng = random.Random(seed)
+    things = ["river", "engine", "garden", "letter", "market", "station", "winter", "painter", "harbour"]
+    deeds = ["carries", "finds", "repairs", "follows", "remembers", "describes", "sells", "paints", "opens"]
+    kinds = ["old", "quiet", "green", "narrow", "famous", "broken", "early", "heavy", "distant", "curious"]
+    words: list[str] = []
+    while len(words) < num_words:
+        a, b = rng.sample(things, 2)
+        words += f"The {rng.choice(kinds)} {a} {rng.choice(deeds)} the {rng.choice(kinds)} {b}".split()
+        words.append(rng.choice(["in 1987.", "again,", "because of it.", "twice a day;", "and then..."]))
+    return " ".join(words)
+
+
+def prompt_of(loaded: LoadedModel, length: int, seed: int = 0) -> list[int]:
+    ids = loaded.tokenizer.encode(text_of(length + 20, seed * 10_000 + length))
+    assert len(ids) >= length
+    return ids[:length]
+
+
+class Run:
+    """An engine on the loaded model, and what each of its steps computed."""
+
+    def __init__(self, loaded: LoadedModel, *, budget: int, num_blocks: int = 1100, caching: bool = True):
+        config = EngineConfig(
+            model="smollm2",
+            cache=CacheConfig(block_size=BS, num_blocks=num_blocks, enable_prefix_caching=caching),
+            scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=budget),
+            attention="fused",
+            num_threads=THREADS,
+        )
+        self.engine: Engine = assemble(config, loaded)
+        #: Of each step: prompt -> (start, number of tokens).
+        self.steps: list[dict[tuple[int, ...], tuple[int, int]]] = []
+        run = self.engine._runner.run
+
+        def spy(scheduled):
+            self.steps.append({tuple(s.request.prompt_token_ids): (s.start, s.num_tokens) for s in scheduled})
+            return run(scheduled)
+
+        self.engine._runner.run = spy  # type: ignore[method-assign]
+
+    def add(self, prompt: list[int], new_tokens: int, priority: int = 0) -> str:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2)
+        return str(self.engine.add_request(prompt, params, priority=priority))
+
+    def go(self, num_steps: int | None = None) -> dict[str, RequestOutput]:
+        """The last output of each request after so many steps, or at the end."""
+        last: dict[str, RequestOutput] = {}
+        while self.engine.has_unfinished() and num_steps != 0:
+            last |= {output.request_id: output for output in self.engine.step()}
+            num_steps = None if num_steps is None else num_steps - 1
+        return last
+
+    def answer(self, prompts: Sequence[list[int]], new_tokens: int) -> list[RequestOutput]:
+        ids = [self.add(prompt, new_tokens) for prompt in prompts]
+        last = self.go()
+        return [last[i] for i in ids]
+
+    def alone(self, prompts: Sequence[list[int]], new_tokens: int) -> list[RequestOutput]:
+        return [self.answer([p], new_tokens)[0] for p in prompts]
+
+    def chunks_of(self, prompt: list[int]) -> list[int]:
+        """Sizes of the chunks in which a prompt was computed, from the first to the one that sampled."""
+        sizes = []
+        for step in self.steps:
+            start, count = step.get(tuple(prompt), (len(prompt), 0))
+            if start < len(prompt):
+                sizes.append(count)
+        return sizes
+
+
+def assert_same(expected: RequestOutput, got: RequestOutput) -> int | None:
+    """The position of a tie at which the ids part, or None. Any other difference fails."""
+    assert got.error is None
+    a, b = expected.outputs[0], got.outputs[0]
+    assert len(a.token_ids) == len(b.token_ids)
+    assert a.logprobs is not None
+    assert b.logprobs is not None
+    for i, (token, other) in enumerate(zip(a.token_ids, b.token_ids, strict=True)):
+        best, second, *_ = sorted((e.logprob for e in a.logprobs[i].values()), reverse=True)
+        where = f"prompt of {len(expected.prompt_token_ids)}, output position {i}"
+        for candidate in a.logprobs[i].keys() & b.logprobs[i].keys():
+            difference = abs(a.logprobs[i][candidate].logprob - b.logprobs[i][candidate].logprob)
+            assert difference < TOLERANCE, f"{where}: log-probabilities differ by {difference:.2e}"
+        if token != other:
+            assert best - second < TIE, f"{where}: {token} became {other}, {best - second:.2e} apart"
+            return i
+    return None
+
+
+def assert_all_same(expected: Sequence[RequestOutput], got: Sequence[RequestOutput]) -> None:
+    for e, g in zip(expected, got, strict=True):
+        tie = assert_same(e, g)
+        if tie is not None:
+            print(
+                f"prompt of {len(e.prompt_token_ids)}: a tie at output position {tie}, compared up to there"
+            )
+
+
+class Baseline:
+    """Each prompt alone, in one chunk, nothing cached; computed once and kept."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self._run = Run(loaded, budget=UNLIMITED, caching=False)
+        self._known: dict[tuple[int, int], RequestOutput] = {}
+
+    def __call__(self, lengths: Sequence[int], new_tokens: int) -> list[RequestOutput]:
+        for length in lengths:
+            if (length, new_tokens) not in self._known:
+                prompt = prompt_of(self.loaded, length)
+                self._run.steps.clear()
+                (output,) = self._run.answer([prompt], new_tokens)
+                assert output.num_cached_tokens == 0
+                assert self._run.chunks_of(prompt) == [length]
+                self._known[length, new_tokens] = output
+        return [self._known[length, new_tokens] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def baseline(loaded: LoadedModel) -> Baseline:
+    return Baseline(loaded)
+
+
+# ---- the cases: each runs, proves that it happened, and compares
+
+
+def check_warm(matrix: Matrix, baseline: Baseline) -> None:
+    loaded = baseline.loaded
+    prompts = [prompt_of(loaded, n) for n in matrix.lengths]
+    expected = baseline(matrix.lengths, matrix.new_tokens)
+    run = Run(loaded, budget=UNLIMITED)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        (cold,) = run.answer([prompt], matrix.new_tokens)
+        assert_all_same([wanted], [cold])
+        (warm,) = run.answer([prompt], matrix.new_tokens)
+        assert warm.num_cached_tokens == len(prompt) - 1
+        assert_all_same([wanted], [warm])
+    # what was generated is cached too: the text goes on as it did
+    new = matrix.new_tokens
+    longer = [p + e.outputs[0].token_ids[: new // 2] for p, e in zip(prompts, expected, strict=True)]
+    for prompt, wanted in zip(longer, expected, strict=True):
+        (rest,) = run.answer([prompt], new - new // 2)
+        assert rest.num_cached_tokens == len(prompt) - 1
+        assert_all_same([_after(wanted, new // 2)], [rest])
+
+
+def _after(output: RequestOutput, count: int) -> RequestOutput:
+    choice = output.outputs[0]
+    assert choice.logprobs is not None
+    rest = replace(choice, token_ids=choice.token_ids[count:], logprobs=choice.logprobs[count:])
+    return replace(output, outputs=[rest])
+
+
+def check_chunks(matrix: Matrix, baseline: Baseline, size: int) -> None:
+    lengths = matrix.in_chunks_of(size)
+    prompts = [prompt_of(baseline.loaded, n) for n in lengths]
+    run = Run(baseline.loaded, budget=size, caching=False)
+    outputs = run.alone(prompts, matrix.new_tokens)
+    for prompt in prompts:
+        assert len(run.chunks_of(prompt)) == -(-len(prompt) // size)
+    assert_all_same(baseline(lengths, matrix.new_tokens), outputs)
+
+
+def check_company(matrix: Matrix, baseline: Baseline) -> None:
+    """All prompts in groups of 16, the last one filled up with strangers."""
+    groups = [matrix.lengths[i : i + 16] for i in range(0, len(matrix.lengths), 16)]
+    for group in groups:
+        strangers = [prompt_of(baseline.loaded, 5 + 3 * i, seed=2) for i in range(16 - len(group))]
+        prompts = [prompt_of(baseline.loaded, n) for n in group] + strangers
+        run = Run(baseline.loaded, budget=8192, caching=False)
+        outputs = run.answer(prompts, matrix.new_tokens)
+        assert [len(step) for step in run.steps] == [16] * matrix.new_tokens
+        assert_all_same(baseline(group, matrix.new_tokens), outputs[: len(group)])
+
+
+def check_preempted(matrix: Matrix, baseline: Baseline) -> None:
+    """In the middle of its answer a request loses all its blocks to an urgent one that needs the pool."""
+    for length in matrix.lengths:
+        num_blocks = -(-(length + matrix.new_tokens) // BS) + 1
+        urgent = prompt_of(baseline.loaded, (num_blocks - 1) * BS + 1, seed=3)
+        run = Run(baseline.loaded, budget=UNLIMITED, num_blocks=num_blocks)
+        wanted = run.add(prompt_of(baseline.loaded, length), matrix.new_tokens, priority=1)
+        last = run.go(num_steps=matrix.new_tokens // 2)
+        assert len(last[wanted].outputs[0].token_ids) == matrix.new_tokens // 2
+        run.add(urgent, 2, priority=0)
+        output = run.go()[wanted]
+        assert output.metrics is not None
+        assert output.metrics.num_preemptions == 1, f"prompt of {length} was not preempted"
+        assert output.num_cached_tokens == 0, "a resume is not a hit"
+        assert_all_same(baseline([length], matrix.new_tokens), [output])
+
+
+CASES: dict[str, Callable[[Matrix, Baseline], None]] = {
+    "warm": check_warm,
+    "company": check_company,
+    "preempted": check_preempted,
+} | {f"chunks of {n}": (lambda m, b, n=n: check_chunks(m, b, n)) for n in CHUNKS}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_p01_p08_s09_the_same_answer(case: str, baseline: Baseline) -> None:
+    CASES[case](LIGHT, baseline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_answer_full_matrix(case: str, baseline: Baseline) -> None:
+    CASES[case](FULL, baseline)
+
+
+# ---- a fault turns it red
+
+RED = r"log-probabilities differ|became"
+
+SMALL = Matrix((17, 40), 4, {})
+
+
+def test_a_mask_that_is_off_by_one_after_a_cached_prefix_turns_it_red(
+    baseline: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline(SMALL.lengths, SMALL.new_tokens)
+    plan = AttentionBackend.plan
+
+    def hides_each_row_from_itself(self: AttentionBackend, batch: ForwardBatch) -> object:
+        counts = batch.cu_seqlens_q.diff()
+        wrong = (counts > 1) & (batch.seq_lens > counts)
+        return plan(self, replace(batch, seq_lens=batch.seq_lens - wrong.to(torch.int32)))
+
+    check_chunks(SMALL, baseline, 16)
+    monkeypatch.setattr(AttentionBackend, "plan", hides_each_row_from_itself)
+    with pytest.raises(AssertionError, match=RED):
+        check_chunks(SMALL, baseline, 16)
+
+
+def test_a_stale_block_turns_it_red(baseline: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline(SMALL.lengths, SMALL.new_tokens)
+    monkeypatch.setattr(Runner, "copy_blocks", lambda self, copies: None)
+    with pytest.raises(AssertionError, match=RED):
+        check_warm(SMALL, baseline)
+
+
+def test_a_wrong_block_in_a_table_turns_it_red(baseline: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline(SMALL.lengths, SMALL.new_tokens)
+    plan = AttentionBackend.plan
+
+    def reads_the_second_block_twice(self: AttentionBackend, batch: ForwardBatch) -> object:
+        table = batch.block_table.clone()
+        if table.shape[1] > 2:
+            table[-1, 0] = table[-1, 1]
+        return plan(self, replace(batch, block_table=table))
+
+    monkeypatch.setattr(AttentionBackend, "plan", reads_the_second_block_twice)
+    with pytest.raises(AssertionError, match=RED):
+        check_chunks(SMALL, baseline, 16)
