@@ -10,7 +10,6 @@ CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
 PYTEST_ARGS ?= -m "not slow"
 DEMO_ARGS ?=
-BENCH_ARGS ?=
 BENCH_TEXT := benchmarks/data/moby-dick-300k.txt
 
 .DEFAULT_GOAL := help
@@ -38,8 +37,8 @@ check: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/octavo bench attention $(BENCH_ARGS)
-	$(BIN)/octavo bench throughput --text $(BENCH_TEXT) $(BENCH_ARGS)
+	$(BIN)/octavo bench attention
+	$(BIN)/octavo bench throughput --text $(BENCH_TEXT)
 
 # torch comes first and alone, so that its build is the one asked for; the constraint keeps the rest
 # of the installation from replacing it.

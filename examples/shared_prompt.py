@@ -9,9 +9,11 @@ the end says what that took, and what one layer's attention costs each backend i
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -21,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from octavo import LLM, SamplingParams
-from octavo.bench.attention import operators_per_layer
+from octavo.bench.attention import BACKENDS, Case, count_operators, prepare
 from octavo.request import RequestOutput
 
 SYSTEM = """\
@@ -190,9 +192,11 @@ def attention_table() -> Table:
         title="launches per layer",
         min_width=60,
     )
-    for backend in ("loop", "bmm", "sdpa", "fused"):
-        count = operators_per_layer(backend)
-        table.add_row(backend, str(count.attention), str(count.other))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its own comings and goings
+    step = prepare(Case("decode", batch=8, queries=1, keys=512), threads=1, num_layers=1)
+    for backend in BACKENDS:
+        count = count_operators(partial(step.attend, backend, 0))
+        table.add_row(backend, str(count["attention"]), str(count["other"]))
     return table
 
 

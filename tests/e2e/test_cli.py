@@ -138,14 +138,15 @@ def test_a_reader_that_leaves_is_no_traceback():
 
 
 MODEL = "smollm2-135m-instruct"
-SMALL = ("--temperature", "0", "--kv-cache-memory", "256MiB", "--max-model-len", "2k")
+#: One thread: on a busy machine two that wait for each other are many times slower.
+SMALL = ("--temperature", "0", "--kv-cache-memory", "256MiB", "--max-model-len", "2k", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
 def llm(smollm2_path):
     from octavo import LLM
 
-    return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048)
+    return LLM(MODEL, kv_cache_memory="256MiB", max_model_len=2048, num_threads=1)
 
 
 @pytest.mark.real_model
@@ -241,41 +242,56 @@ def test_a_pipe_is_a_chat_that_outlives_bad_lines_and_a_full_context():
     assert "and the context holds 128: shorten it" in out
 
 
-def read_until(fd: int, words: str, seconds: float = 60.0) -> str:
-    """What a terminal shows until ``words`` appear."""
-    seen = b""
-    deadline = time.monotonic() + seconds
-    while words.encode() not in seen:
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"waited for {words!r}, saw {seen[-2000:]!r}"
-        seen += os.read(fd, 4096)
-    return seen.decode("utf-8", errors="replace")
+class Terminal:
+    """``octavo`` in a terminal of its own: what it shows, read up to awaited words."""
+
+    def __init__(self, *args: str) -> None:
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            command = [sys.executable, "-c", "from octavo.cli import main; main()", *args]
+            os.execve(sys.executable, command, os.environ | {"TERM": "dumb"})
+        self.unread = b""
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.fd, keys)
+
+    def await_words(self, words: bytes, press: bytes = b"") -> None:
+        """``press`` is typed now and again each second, as an impatient user does."""
+        deadline = time.monotonic() + 60.0
+        while words not in self.unread:
+            assert time.monotonic() < deadline, f"waited for {words!r}, saw {self.unread[-2000:]!r}"
+            if press:
+                self.type(press)
+            if select.select([self.fd], [], [], 1.0)[0]:
+                self.unread += os.read(self.fd, 4096)
+        self.unread = self.unread.partition(words)[2]
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2_path")
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves():
-    child, fd = pty.fork()
-    if child == 0:
-        code = "from octavo.cli import main; main()"
-        os.execve(
-            sys.executable, [sys.executable, "-c", code, "run", MODEL, *SMALL], os.environ | {"TERM": "dumb"}
-        )
+    terminal = Terminal("run", MODEL, *SMALL)
     try:
-        read_until(fd, "> ")
-        os.write(fd, b"Write a very long story about a whale and a boy.\n")
-        read_until(fd, "boy.\r\n")
-        assert select.select([fd], [], [], 60.0)[0]
-        os.write(fd, b"\x03")
-        read_until(fd, "stopped")
-        read_until(fd, "> ")
-        os.write(fd, b"\x03")
-        read_until(fd, "Ctrl-D leaves")
-        os.write(fd, b"\x04")
-        _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 0
+        terminal.await_words(b"> ")
+        terminal.type(b"Write a very long story about a whale and a boy.\n")
+        terminal.await_words(b"boy.\r\n")
+        terminal.await_words(b" ")  # the answer has begun
+        terminal.type(b"\x03")
+        terminal.await_words(b"stopped")
+        terminal.await_words(b"> ")
+        # A signal between the prompt's appearance and the wait for a key is seen at the next key only.
+        terminal.await_words(b"Ctrl-D leaves", press=b"\x03")
+        terminal.await_words(b"> ")
+        terminal.type(b"\x04")
+        assert terminal.exit_code() == 0
+    except BaseException:
+        os.kill(terminal.pid, signal.SIGKILL)
+        raise
     finally:
-        os.close(fd)
+        os.close(terminal.fd)
 
 
 @pytest.mark.real_model
@@ -292,3 +308,35 @@ def test_ctrl_c_in_a_one_shot_answer_is_exit_130():
     _, err = child.communicate(timeout=30)
     assert child.returncode == 130
     assert b"Traceback" not in err
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2_path")
+def test_the_throughput_bench_compares_the_same_requests(tmp_path):
+    args = (
+        "--workloads",
+        "c",
+        "--scale",
+        "16",
+        "--repeats",
+        "2",
+        "--slow-peer-repeats",
+        "1",
+        "--threads",
+        "1",
+    )
+    book = tmp_path / "book.txt"
+    book.write_text("It was the best of times, it was the worst of times. " * 1500)
+    result = octavo("bench", "throughput", *args, "--text", str(book), "--out", str(tmp_path / "results"))
+    assert result.returncode == 0, text(result.stderr)
+    assert "c: 32 requests" in text(result.stdout)
+    report = json.loads((tmp_path / "results" / "throughput.json").read_text())
+    assert (tmp_path / "results" / "throughput.png").stat().st_size > 10_000
+    assert str(tmp_path) not in json.dumps(report)
+    workload = report["workloads"]["c"]
+    ours, theirs = workload["engines"]["octavo"], workload["engines"]["transformers"]
+    assert (ours["repeats"], theirs["repeats"]) == (2, 1)
+    # Two requests that share 64 tokens and end with 2 of their own; the cache is cold in each repeat.
+    assert 60 <= ours["notes"]["num_cached_tokens"] <= 66
+    assert ours["peak_bytes"] > 500e6
+    assert workload["comparisons"]["transformers"]["tokens"]["chats_equal"] == 2

@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "shared_prompt.py"
 @pytest.mark.usefixtures("smollm2_path")
 def test_the_demo_serves_its_chats_from_one_prefix():
     result = subprocess.run(
-        [sys.executable, str(DEMO), "--max-tokens", "3", "--chats", "5"],
+        [sys.executable, str(DEMO), "--max-tokens", "2", "--chats", "5", "--threads", "1"],
         capture_output=True,
         text=True,
         env=os.environ | {"NO_COLOR": "1", "COLUMNS": "100"},

@@ -2,13 +2,14 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.answer import receive
+from octavo.cli.answer import Answer, InterruptFlag
+from octavo.cli.answer import receive as receive_under
 from octavo.cli.chat import Conversation
 from octavo.request import CompletionOutput, RequestOutput
 
@@ -28,6 +29,11 @@ def output(text: str, tokens: int, finish: str | None = None, error: str | None 
         finished=finish is not None,
         error=error,
     )
+
+
+def receive(stream: Iterator[RequestOutput], write: Callable[[str], None]) -> Answer:
+    with InterruptFlag() as interrupt:
+        return receive_under(stream, write, interrupt)
 
 
 @given(

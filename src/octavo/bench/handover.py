@@ -20,9 +20,8 @@ def transformers_model(model: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     checkpoint = open_checkpoint(hub.resolve(model))
-    peer = AutoModelForCausalLM.from_config(
-        _config(checkpoint), attn_implementation="sdpa", dtype=torch.float32
-    )
+    factory: Any = AutoModelForCausalLM
+    peer = factory.from_config(_config(checkpoint), attn_implementation="sdpa", dtype=torch.float32)
     tensors = {name: tensor.to(torch.float32) for name, tensor in checkpoint.tensors()}
     missing, unexpected = peer.load_state_dict(tensors, strict=False, assign=True)
     peer.tie_weights()

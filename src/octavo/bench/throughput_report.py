@@ -10,7 +10,7 @@ from rich.table import Table
 from octavo.bench.throughput import METRICS, OURS
 
 
-def rows(result: dict[str, Any]) -> list[tuple[str, str, str, float | None]]:
+def rows(result: dict[str, Any]) -> list[tuple[str, str, str, float]]:
     """(workload, metric, peer or "", goal) for every number worth a line: those with a goal."""
     return [
         (key, metric, peer, workload["goals"][metric])
@@ -83,10 +83,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
         fontsize=8,
     )
     axes.set_yscale("log")
-    axes.set_ylim(
-        0.5,
-        max([12.0, *(2 * result["workloads"][k]["comparisons"][p]["speed"][m] for k, m, p, _ in compared)]),
-    )
+    ratios = [
+        result["workloads"][key]["comparisons"][peer]["speed"][metric] for key, metric, peer, _ in compared
+    ]
+    axes.set_ylim(min([0.5, *(ratio / 2 for ratio in ratios)]), max([12.0, *(2 * ratio for ratio in ratios)]))
     axes.set_ylabel("speed of octavo / speed of the peer")
     axes.set_title(
         f"{result['model']}, float32, {result['threads']} threads, {result['machine']['cpu']} (black: goal)",

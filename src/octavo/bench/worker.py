@@ -29,7 +29,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     session.generate([chat[0][-WARM_UP_PROMPT:] for chat in workload.turns], WARM_UP_TOKENS)
     load_peak = peak_bytes()
     forget_peak()
-    runs, token_ids = [], []
+    runs: list[dict[str, float]] = []
+    token_ids: list[list[int]] = []
     for _ in range(job["repeats"]):
         session.reset()
         timings, token_ids = play(session, workload)

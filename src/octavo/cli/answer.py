@@ -76,8 +76,10 @@ class Answer:
         return " · ".join(parts)
 
 
-def receive(stream: Iterator[RequestOutput], write: Callable[[str], None]) -> Answer:
-    """Drain a stream of cumulative outputs into ``write``, piece by piece; Ctrl-C ends it early.
+def receive(
+    stream: Iterator[RequestOutput], write: Callable[[str], None], interrupt: InterruptFlag
+) -> Answer:
+    """Drain a stream of cumulative outputs into ``write``, piece by piece; ``interrupt`` ends it early.
 
     Raises ValueError with the engine's sentence when the request was refused or failed.
     """
@@ -85,18 +87,17 @@ def receive(stream: Iterator[RequestOutput], write: Callable[[str], None]) -> An
     last: RequestOutput | None = None
     first_token_s: float | None = None
     shown = 0
-    with InterruptFlag() as interrupt:
-        for last in stream:
-            if last.error is not None:
-                raise ValueError(last.error)
-            if first_token_s is None and last.outputs and last.outputs[0].token_ids:
-                first_token_s = time.perf_counter() - start
-            text = last.outputs[0].text if last.outputs else ""
-            if len(text) > shown:
-                write(text[shown:])
-                shown = len(text)
-            if interrupt.raised and not last.finished:
-                stream.close()  # type: ignore[attr-defined]  # a generator: aborts the request
-                break
-        interrupted = interrupt.raised and (last is None or not last.finished)
+    for last in stream:
+        if last.error is not None:
+            raise ValueError(last.error)
+        if first_token_s is None and last.outputs and last.outputs[0].token_ids:
+            first_token_s = time.perf_counter() - start
+        text = last.outputs[0].text if last.outputs else ""
+        if len(text) > shown:
+            write(text[shown:])
+            shown = len(text)
+        if interrupt.raised and not last.finished:
+            stream.close()  # type: ignore[attr-defined]  # a generator: aborts the request
+            break
+    interrupted = interrupt.raised and (last is None or not last.finished)
     return Answer(last, interrupted, first_token_s, time.perf_counter() - start)

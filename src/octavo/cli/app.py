@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from octavo.cli import bench, models, run
-from octavo.cli.errors import INTERRUPTED, CommandError
+from octavo.cli.errors import INTERRUPTED, USAGE, CommandError
 
 # typer keeps its base class of usage errors in a private module whose name changed between
 # releases; this public one derives from it.
-_UsageError, _ClickError = typer.BadParameter.__mro__[1:3]
+_ClickError = cast("type[Exception]", typer.BadParameter.__mro__[2])
 
 app = typer.Typer(
     name="octavo",
@@ -69,7 +69,7 @@ def exit_code(args: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
         # The reader has gone: nobody is left to tell, and the flush at exit must not complain either.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
     except CommandError as error:
         print(f"octavo: {error}", file=sys.stderr)
@@ -77,8 +77,13 @@ def exit_code(args: list[str]) -> int:
     except _ClickError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "octavo"
-        print(f"octavo: {error.format_message()} ({command} --help lists what is allowed)", file=sys.stderr)
-        return error.exit_code
+        print(f"octavo: {_message(error)} ({command} --help lists what is allowed)", file=sys.stderr)
+        return USAGE
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         return INTERRUPTED
+
+
+def _message(error: Exception) -> str:
+    """typer's sentence, in one line and with one full stop at most."""
+    return " ".join(str(getattr(error, "format_message", error.__str__)()).split())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,12 +15,37 @@ from octavo.cli import options as opt
 from octavo.cli.errors import USAGE, plainly
 from octavo.cli.run import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 app = typer.Typer(help="Measure attention and throughput; each prints a table, writes JSON and draws a plot.")
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
 
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
+
+
+@app.command("attention")
+def attention(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the backends take turns in each.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="Small shapes, for a quick look.")] = False,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What each attention backend costs, at decode and at prefill.
+
+    Times, operators per layer, intermediates, and how near fused comes to the memory's own speed.
+    """
+    from octavo.bench.attention import bench_attention
+    from octavo.engine.resources import usable_cpus
+
+    # torch's profiler reports its own comings and goings on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with plainly():
+        bench_attention(
+            threads=threads or usable_cpus(), output=out, rounds=rounds, quick=quick, console=_console()
+        )
 
 
 @app.command("throughput")
@@ -87,8 +113,15 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
             save=lambda so_far: write_json(out / "throughput.json", so_far),
         )
         throughput_report.plot(result, out / "throughput.png")
-    Console(width=None if sys.stdout.isatty() else 180).print(throughput_report.table(result))
+    _console().print(throughput_report.table(result))
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
+
+
+def _console() -> Console:
+    """A pipe has no width: tables must not be cut there."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=180)
 
 
 def command_line() -> str:

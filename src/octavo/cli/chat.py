@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from octavo.cli.answer import receive
+from octavo.cli.answer import InterruptFlag, receive
 from octavo.cli.errors import CommandError, plainly
 from octavo.request import SamplingParams
 
@@ -81,24 +83,29 @@ class Conversation:
 
 def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
     """Run the chat until the end of input or /exit. Piped input is one turn a line."""
-    console = Console(highlight=False, soft_wrap=True)
-    limit = llm.max_model_len
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     conversation = Conversation(
-        lambda messages: len(llm.tokenizer.apply_chat_template(messages)), limit, system
+        lambda messages: len(llm.tokenizer.apply_chat_template(messages)), llm.max_model_len, system
     )
-    interactive = sys.stdin.isatty()
-    if interactive:
-        console.print(f"{llm.model_name} · context {limit:,} tokens · /help lists the commands", style="dim")
-    for line in _typed_lines(console) if interactive else _piped_lines():
+    if sys.stdin.isatty():
+        greeting = f"{llm.model_name} · context {llm.max_model_len:,} tokens · /help lists the commands"
+        console.print(greeting, style="dim")
+        lines = _typed_lines(console)
+    else:
+        lines = _piped_lines()
+    for line in lines:
         if line.startswith("/"):
             if _command(line, conversation, console) == "exit":
                 return
         elif line:
-            _turn(llm, params, conversation, line, console)
+            # Around the whole turn: a Ctrl-C just after the answer must not end the program either.
+            with InterruptFlag() as interrupt:
+                _Turn(llm, params, conversation, console, interrupt).take(line)
 
 
 def _typed_lines(console: Console) -> Iterator[str]:
-    import readline  # noqa: F401  (importing it gives input() its line editing)
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (importing it gives input() its line editing)
 
     while True:
         try:
@@ -129,41 +136,55 @@ def _command(line: str, conversation: Conversation, console: Console) -> str | N
             conversation.restart()
             console.print("System prompt set, new conversation.", style="dim")
         case "/system":
-            console.print(conversation.system or "No system prompt is set.", style="dim", markup=False)
+            console.print(conversation.system or "No system prompt is set.", style="dim")
         case "/help":
-            console.print(HELP, style="dim", markup=False)
+            console.print(HELP, style="dim")
         case _:
-            console.print(f"Unknown command {name}: /help lists them.", style="yellow", markup=False)
+            console.print(f"Unknown command {name}: /help lists them.", style="yellow")
     return None
 
 
-def _turn(llm: LLM, params: SamplingParams, conversation: Conversation, text: str, console: Console) -> None:
-    def write(piece: str) -> None:
-        console.print(piece, end="", markup=False)
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One question and its answer."""
 
-    try:
-        with plainly():
-            dropped = conversation.ask(text, params.max_tokens or conversation.limit)
-    except CommandError as error:
-        console.print(f"{error}", style="yellow", markup=False)
-        return
-    if dropped:
-        turns = "turn was" if dropped == 1 else f"{dropped} turns were"
-        console.print(f"The context is full: the oldest {turns} dropped; /new starts again.", style="yellow")
-    try:
-        with plainly():
-            answer = receive(llm.stream_chat(conversation.messages, params), write)
-    except CommandError as error:
-        conversation.take_back()
-        console.print(f"{error}", style="yellow", markup=False)
-        return
-    console.print()
-    if answer.text:
-        conversation.answered(answer.text)
-    else:
-        conversation.take_back()
-    console.print(answer.summary(), style="dim", markup=False)
-    if answer.output and answer.output.outputs[0].finish_reason == "length":
-        console.print(
-            "The answer was cut at its longest length (--max-tokens, or the context's end).", style="dim"
-        )
+    llm: LLM
+    params: SamplingParams
+    conversation: Conversation
+    console: Console
+    interrupt: InterruptFlag
+
+    def take(self, text: str) -> None:
+        """Ask, stream, remember. What cannot be served is said in one line, and the chat goes on."""
+        try:
+            with plainly():
+                dropped = self.conversation.ask(text, self.params.max_tokens or self.conversation.limit)
+        except CommandError as error:
+            self.console.print(str(error), style="yellow")
+            return
+        if dropped:
+            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self.console.print(
+                f"The context is full: the oldest {turns} dropped; /new starts again.", style="yellow"
+            )
+        try:
+            with plainly():
+                stream = self.llm.stream_chat(self.conversation.messages, self.params)
+                answer = receive(stream, _write, self.interrupt)
+        except CommandError as error:
+            self.conversation.take_back()
+            self.console.print(str(error), style="yellow")
+            return
+        self.console.print()
+        if answer.text:
+            self.conversation.answered(answer.text)
+        else:
+            self.conversation.take_back()
+        self.console.print(answer.summary(), style="dim")
+        if answer.output and answer.output.outputs[0].finish_reason == "length":
+            limit = "--max-tokens, or the end of the context"
+            self.console.print(f"The answer was cut at its longest ({limit}).", style="dim")
+
+
+def _write(piece: str) -> None:
+    print(piece, end="", flush=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli import options as opt
-from octavo.cli.answer import Answer, receive
+from octavo.cli.answer import Answer, InterruptFlag, receive
 from octavo.cli.errors import INTERRUPTED, USAGE, CommandError, plainly
 from octavo.request import SamplingParams
 
@@ -133,7 +133,8 @@ def _answer_once(llm: LLM, ask: OneShot, params: SamplingParams, load_s: float) 
             stream = llm.stream(ask.prompt, params)
         else:
             stream = llm.stream_chat(messages_of(ask.prompt, ask.system), params)
-        answer = receive(stream, write)
+        with InterruptFlag() as interrupt:
+            answer = receive(stream, write, interrupt)
     if ask.as_json:
         print(json.dumps(_as_json(answer, load_s) | describe(llm), ensure_ascii=False))
     else:
