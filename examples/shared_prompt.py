@@ -18,6 +18,7 @@ from functools import partial
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -107,8 +108,10 @@ def main() -> None:
     start = time.monotonic()
     most_blocks = serve(llm, params, chats, console)
     took = time.monotonic() - start
-    console.print(served_table(llm, chats, took, most_blocks))
-    console.print(attention_table())
+    table = served_table(llm, chats, took, most_blocks)
+    table.add_section()
+    add_launches(table)
+    console.print(table)
 
 
 def serve(llm: LLM, params: SamplingParams, chats: list[Chat], console: Console) -> int:
@@ -151,7 +154,7 @@ def answers(chats: list[Chat], height: int | None = None) -> Columns:
     """The first few chats side by side, or one under another where the window is narrow."""
     panels = [
         Panel(
-            f"[bold]{chat.question}[/]\n{_escaped(chat.text)}",
+            f"[bold]{chat.question}[/]\n{escape(chat.text)}",
             height=height,
             border_style="green" if chat.done else "dim",
         )
@@ -183,30 +186,19 @@ def served_table(llm: LLM, chats: list[Chat], took: float, most_blocks: int) -> 
     return table
 
 
-def attention_table() -> Table:
+def add_launches(table: Table) -> None:
     """Operators that one layer's attention launches in a decode step of 8 sequences."""
-    table = Table(
-        "attention backend",
-        "products and softmax",
-        "everything else",
-        title="launches per layer",
-        min_width=60,
-    )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its own comings and goings
     step = prepare(Case("decode", batch=8, queries=1, keys=512), threads=1, num_layers=1)
     for backend in BACKENDS:
         count = count_operators(partial(step.attend, backend, 0))
-        table.add_row(backend, str(count["attention"]), str(count["other"]))
-    return table
+        launches = f"{count['attention']} for products and softmax, {count['other']} for the rest"
+        table.add_row(f"launches per layer, {backend}", launches)
 
 
 def _percentile(ordered: list[float], share: float) -> float:
     """The least value that at least ``share`` of the ordered values do not exceed."""
     return ordered[max(0, -(-int(share * 100) * len(ordered) // 100) - 1)]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def _arguments() -> argparse.Namespace:

@@ -43,6 +43,7 @@ def attention(
     # torch's profiler reports its own comings and goings on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with plainly():
+        out.mkdir(parents=True, exist_ok=True)
         bench_attention(
             threads=threads or usable_cpus(), output=out, rounds=rounds, quick=quick, console=_console()
         )

@@ -23,11 +23,6 @@ def parse_length(text: str | int) -> int:
     return value
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Several lengths, separated by commas."""
-    return [parse_length(part) for part in text.split(",")]
-
-
 def check_size(text: str | None) -> str | None:
     """An option callback that accepts what the engine takes as a size, such as 2GiB."""
     if text is not None:
