@@ -116,10 +116,13 @@ def test_fused_shows_in_a_profile() -> None:
 
 def test_bench_writes_its_table_json_and_plot(tmp_path: Path) -> None:
     console = Console(record=True, width=120)
-    bench.bench_attention(threads=1, output=tmp_path, rounds=1, quick=True, console=console)
+    bench.bench_attention(
+        threads=1, command="octavo bench attention", output=tmp_path, rounds=1, quick=True, console=console
+    )
     result = json.loads((tmp_path / "attention.json").read_text())
-    assert {"command", "torch", "cpu", "isa", "threads", "read_gb_per_s"} <= result.keys()
+    assert {"command", "machine", "versions", "isa", "threads"} <= result.keys()
     for row in result["cases"]:
+        assert row["read_gb_per_s"] > 0
         for name in bench.BACKENDS:
             assert row[name]["ms"] > 0
             assert row[name]["max_difference_from_loop"] < 1e-4
@@ -132,4 +135,4 @@ def test_bench_writes_its_table_json_and_plot(tmp_path: Path) -> None:
 
 def test_bench_refuses_no_threads() -> None:
     with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
-        bench.run(threads=0)
+        bench.run(threads=0, command="octavo bench attention")

@@ -8,10 +8,7 @@ caches, as a model does: a cache that fits a processor's would flatter every num
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,13 +23,14 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from octavo import _native
+from octavo.bench.machine import machine, versions
+from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 NUM_LAYERS = 30
 #: Layers' caches are made until they hold this many bytes together (or there are NUM_LAYERS).
 CACHE_BYTES = 400 << 20
-READ_BYTES = 400 << 20
 BACKENDS = ("loop", "bmm", "sdpa", "fused")
 
 #: Products and softmax, by the operator's name in a profile.
@@ -122,11 +120,21 @@ class Step:
     """A case's tensors: one query, some layers' caches, one plan a backend."""
 
     q: torch.Tensor
-    layers: list[api.KVLayer]
+    cache: KVCache
     plans: dict[str, Any]
 
+    @property
+    def num_layers(self) -> int:
+        return self.cache.key.shape[0]
+
     def attend(self, name: str, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return api.get(name).attend(self.q, self.layers[layer], self.plans[name])
+        kv = api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5)
+        return api.get(name).attend(self.q, kv, self.plans[name])
+
+    def read(self, threads: int) -> None:
+        """Read the K and V of all layers in order, and do nothing with them: the memory's own speed."""
+        for tensor in (self.cache.key, self.cache.value):
+            _native.read_memory(tensor.data_ptr(), tensor.nbytes, threads)
 
 
 def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
@@ -135,13 +143,15 @@ def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
         num_layers = max(1, min(NUM_LAYERS, CACHE_BYTES // case.kv_bytes))
     generator = torch.Generator().manual_seed(0)
     blocks = -(-case.keys // BLOCK_SIZE)
-    shape = (case.batch * blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    layers = [
-        api.KVLayer(
-            torch.randn(shape, generator=generator), torch.randn(shape, generator=generator), HEAD_DIM**-0.5
-        )
-        for _ in range(num_layers)
-    ]
+    cache = KVCache(
+        num_layers=num_layers,
+        num_blocks=case.batch * blocks,
+        num_kv_heads=NUM_KV_HEADS,
+        block_size=BLOCK_SIZE,
+        head_dim=HEAD_DIM,
+    )
+    for tensor in (cache.key, cache.value):
+        tensor.normal_(generator=generator)
     meta = api.AttentionMeta(
         torch.arange(case.batch * blocks, dtype=torch.int32).view(case.batch, blocks),
         torch.full((case.batch,), case.keys, dtype=torch.int32),
@@ -157,7 +167,7 @@ def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
     )
     q = torch.randn(case.batch * case.queries, NUM_HEADS, HEAD_DIM, generator=generator)
     plans = {name: api.get(name).plan(meta, spec, threads) for name in BACKENDS}
-    return Step(q, layers, plans)
+    return Step(q, cache, plans)
 
 
 def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -172,25 +182,36 @@ def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> 
     return seconds
 
 
-def measure_case(case: Case, threads: int, rounds: int, bandwidth: float) -> dict[str, Any]:
-    """Median milliseconds a layer of each backend, GB/s of K and V, and whether outputs agree."""
+def measure_case(case: Case, threads: int, rounds: int) -> dict[str, Any]:
+    """Median milliseconds a layer of each backend, GB/s of K and V, and whether outputs agree.
+
+    A plain read of the same memory takes its turn in every round: what a backend's GB/s is held against.
+    """
     step = prepare(case, threads)
-    count = len(step.layers)
+    count = step.num_layers
 
     def all_layers(name: str) -> None:
         for layer in range(count):
             step.attend(name, layer)
 
-    times = time_interleaved({name: partial(all_layers, name) for name in BACKENDS}, rounds)
+    calls: dict[str, Callable[[], object]] = {name: partial(all_layers, name) for name in BACKENDS}
+    times = time_interleaved(calls | {"read": partial(step.read, threads)}, rounds)
+    read = statistics.median(times.pop("read")) / count
     want = step.attend("loop", 0)[0]
-    row: dict[str, Any] = {**asdict(case), "name": case.name, "layers": count, "kv_bytes": case.kv_bytes}
+    row: dict[str, Any] = {
+        **asdict(case),
+        "name": case.name,
+        "layers": count,
+        "kv_bytes": case.kv_bytes,
+        "read_gb_per_s": case.kv_bytes / read / 1e9,
+    }
     for name, seconds in times.items():
         median = statistics.median(seconds) / count
         row[name] = {
             "ms": median * 1e3,
             "ms_all": [s / count * 1e3 for s in seconds],
             "gb_per_s": case.kv_bytes / median / 1e9,
-            "share_of_bandwidth": case.kv_bytes / median / 1e9 / bandwidth,
+            "share_of_read": read / median,
             "max_difference_from_loop": (step.attend(name, 0)[0] - want).abs().max().item(),
         }
         if case.kind == "prefill":
@@ -277,13 +298,6 @@ def measure_bmm_beside_matmul(rounds: int) -> dict[str, Any]:
     }
 
 
-def read_bandwidth(threads: int, num_bytes: int = READ_BYTES) -> float:
-    """GB/s at which ``threads`` threads read memory in order; the best of five passes."""
-    buffer = torch.ones(num_bytes // 4)
-    calls = {"read": lambda: _native.read_memory(buffer.data_ptr(), num_bytes, threads)}
-    return num_bytes / min(time_interleaved(calls, 5)["read"]) / 1e9
-
-
 @contextmanager
 def _torch_threads(threads: int) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -294,44 +308,27 @@ def _torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def machine(threads: int) -> dict[str, Any]:
-    """Where and with what the numbers were made."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
-        cpu = names[0] if names else cpu
-    return {
-        "command": " ".join(["octavo", *sys.argv[1:]]),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cpu": cpu,
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "isa": fused.isa(),
-        "threads": threads,
-    }
-
-
-def run(*, threads: int, rounds: int = 7, quick: bool = False) -> dict[str, Any]:
+def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> dict[str, Any]:
     """Measure everything; nothing is printed or written. ``quick`` takes small shapes (tests)."""
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     with _torch_threads(threads), torch.inference_mode():
-        bandwidth = read_bandwidth(threads, 8 << 20 if quick else READ_BYTES)
-        cases = [measure_case(case, threads, rounds, bandwidth) for case in (QUICK if quick else FULL)]
+        # glibc takes big temporaries afresh from the system until a bigger one was freed once. In a
+        # process that has loaded a model that has happened; without it the gathers pay for page faults.
+        torch.ones(31 << 18)
         return {
-            **machine(threads),
+            "bench": "attention",
+            "command": command,
+            "threads": threads,
+            "isa": fused.isa(),
+            "machine": machine(),
+            "versions": versions(),
             "shape": {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM},
             "block_size": BLOCK_SIZE,
             "rounds": rounds,
-            "read_gb_per_s": bandwidth,
-            # Before and after, because a shared machine's bandwidth drifts.
-            "read_gb_per_s_after": read_bandwidth(threads, 8 << 20 if quick else READ_BYTES),
-            "cases": cases,
+            "cases": [measure_case(case, threads, rounds) for case in (QUICK if quick else FULL)],
             "operators": measure_operators(threads, quick),
             "bmm_beside_matmul": measure_bmm_beside_matmul(rounds),
         }
@@ -339,26 +336,24 @@ def run(*, threads: int, rounds: int = 7, quick: bool = False) -> dict[str, Any]
 
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the tables."""
-    times = Table(title=f"milliseconds a layer ({result['threads']} threads, {result['cpu']})")
+    times = Table(title=f"milliseconds a layer ({result['threads']} threads, {result['machine']['cpu']})")
     times.add_column("case")
     for name in BACKENDS:
         times.add_column(name, justify="right")
-    for title in ("loop / fused", "sdpa / fused", "fused"):
+    for title in ("loop / fused", "sdpa / fused", "fused", "plain read"):
         times.add_column(title, justify="right")
     for row in result["cases"]:
         ours = row["fused"]
-        speed = f"{ours['gb_per_s']:.1f} GB/s, {ours['share_of_bandwidth']:.0%}"
+        speed = f"{ours['gb_per_s']:.1f} GB/s, {ours['share_of_read']:.0%}"
         times.add_row(
             row["name"],
             *(f"{row[name]['ms']:.3f}" for name in BACKENDS),
             f"{row['loop']['ms'] / ours['ms']:.1f}x",
             f"{row['sdpa']['ms'] / ours['ms']:.1f}x",
             speed if row["kind"] == "decode" else f"{ours['gflop_per_s']:.0f} GFLOP/s",
+            f"{row['read_gb_per_s']:.1f} GB/s",
         )
     console.print(times)
-    console.print(
-        f"memory reads: {result['read_gb_per_s']:.1f} GB/s before, {result['read_gb_per_s_after']:.1f} after"
-    )
     operators = Table(
         title="operators a layer at decode (products and softmax + the rest); MB beside a chunk's result"
     )
@@ -402,7 +397,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         range(len(result["cases"])), [row["name"].replace(" ", "\n", 1) for row in result["cases"]]
     )
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(f"Attention backends, {result['threads']} threads, {result['cpu']}, float32")
+    axes.set_title(f"Attention backends, {result['threads']} threads, {result['machine']['cpu']}, float32")
     axes.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -411,6 +406,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def bench_attention(
     *,
     threads: int,
+    command: str,
     output: Path = Path("benchmarks/results"),
     rounds: int = 7,
     quick: bool = False,
@@ -419,7 +415,7 @@ def bench_attention(
     """What the command line calls: measure, print, and write ``attention.json`` and ``attention.png``."""
     console = console or Console()
     with console.status("measuring attention backends"):
-        result = run(threads=threads, rounds=rounds, quick=quick)
+        result = run(threads=threads, command=command, rounds=rounds, quick=quick)
     show(result, console)
     output.mkdir(parents=True, exist_ok=True)
     (output / "attention.json").write_text(json.dumps(result, indent=1) + "\n")

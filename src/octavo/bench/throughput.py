@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from octavo.bench import workloads
+from octavo.bench.machine import machine, versions
 from octavo.bench.workloads import Workload
 
 #: Rows of ``octavo.bench.engines.ENGINES``; that module imports torch.
@@ -28,7 +27,6 @@ PEERS = ("transformers",)
 METRICS = {"tok_s": "tok/s", "prefill_tok_s": "prefill tok/s", "decode_tok_s": "decode tok/s"}
 #: Workloads on which a static batch takes over a minute: repeated ``slow_peer_repeats`` times.
 SLOW_FOR_PEERS = frozenset("cd")
-PACKAGES = ("octavo", "torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,29 +182,3 @@ def compare_ids(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any
         "share_before_divergence": agreed / sum(map(len, ours)),
         "first_divergence": min(positions, default=None),
     }
-
-
-def machine() -> dict[str, Any]:
-    """The processor, its cores and its memory."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
-    flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cpus": os.cpu_count(),
-        "isa": [flag for flag in ("avx2", "fma", "f16c", "avx512f") if flag in flags],
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.system(),
-        "python": platform.python_version(),
-    }
-
-
-def versions() -> dict[str, str | None]:
-    """Installed versions, None where a package is not installed."""
-    found: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+import mmap
+
 import torch
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -55,8 +57,16 @@ class KVCache:
 
 
 def _lazy_zeros(shape: tuple[int, ...], kv_dtype: str) -> torch.Tensor:
-    """Zeros whose memory the system hands out page by page, as blocks are first written."""
-    return torch.from_numpy(np.zeros(shape, dtype=kv_dtype))
+    """Zeros whose memory the system hands out page by page, as blocks are first written.
+
+    Huge pages where the system has them: a block is about as large as a plain page, so reading a
+    sequence's blocks would otherwise miss the address cache at every one of them.
+    """
+    dtype = DTYPES[kv_dtype]
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
 def bytes_per_block(

@@ -45,7 +45,12 @@ def attention(
     with plainly():
         out.mkdir(parents=True, exist_ok=True)
         bench_attention(
-            threads=threads or usable_cpus(), output=out, rounds=rounds, quick=quick, console=_console()
+            threads=threads or usable_cpus(),
+            command=command_line(),
+            output=out,
+            rounds=rounds,
+            quick=quick,
+            console=_console(),
         )
 
 

@@ -168,8 +168,8 @@ class Attention(nn.Module):
         k = qk[:, self.num_heads :]
         step.attention.write(step.kv_cache, self.layer, k, v, step.batch.slot_mapping)
         kv = KVLayer(*step.kv_cache.layer(self.layer), self.scale, self.window)
-        out = step.attention.run(qk[:, : self.num_heads].contiguous(), kv, step.plan)
-        projected: torch.Tensor = self.o_proj(out.view(-1, self.num_heads * self.head_dim))
+        out = step.attention.run(qk[:, : self.num_heads], kv, step.plan)
+        projected: torch.Tensor = self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))
         return projected
 
 
