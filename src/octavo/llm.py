@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,9 +230,9 @@ class LLM:
         cache_salt: str | Sequence[str] | None,
     ) -> list[_Job]:
         count = len(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
-        priorities = _one_each("priority", 0 if priority is None else priority, int, count)
-        salts = _one_each("cache_salt", cache_salt or "", str, count)
+        params = _one_each("sampling_params", sampling_params, SamplingParams(), count)
+        priorities = _one_each("priority", priority, 0, count)
+        salts = _one_each("cache_salt", cache_salt, "", count)
         return [_Job(*p, *rest) for p, *rest in zip(prompts, params, priorities, salts, strict=True)]
 
     def _submit(self, job: _Job) -> str:
@@ -335,7 +335,7 @@ def _refused(job: _Job, sentence: str) -> RequestOutput:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
     if len(prompts) and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -355,10 +355,15 @@ def _as_conversations(
     return list(messages)  # type: ignore[arg-type]
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+def _one_each(name: str, value: Any, default: Any, count: int) -> list[Any]:
+    """``value`` for each prompt: it, its items, or the default when it is None."""
+    value, kind = default if value is None else value, type(default)
     if isinstance(value, kind):
         return [value] * count
-    values = list(value)
+    values = list(value) if isinstance(value, Iterable) else [value]
+    for item in values:
+        if not isinstance(item, kind):
+            raise ValueError(f"{name} must be {kind.__name__} or a list of it, got {type(item).__name__}")
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
     return values

@@ -80,6 +80,13 @@ def test_a08_every_end_token_of_the_config_ends_the_text(folder: Path) -> None:
         ({"kv_cache_memory": 10}, ["holds no block"]),
         ({"max_num_seqs": 0}, ["max_num_seqs"]),
         ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens"]),
+        ({"max_num_batched_tokens": float("nan")}, ["max_num_batched_tokens", "whole number"]),
+        ({"max_num_batched_tokens": 1.5}, ["max_num_batched_tokens", "1.5"]),
+        ({"max_model_len": "64"}, ["max_model_len", "'64'"]),
+        ({"block_size": "16"}, ["block_size", "'16'"]),
+        ({"num_blocks": True}, ["num_blocks", "True"]),
+        ({"num_threads": 5000}, ["num_threads", "1024", "5000"]),
+        ({"attention": "sdpa", "device": "abacus"}, ["device", "abacus"]),
     ],
 )
 def test_options_out_of_range_are_one_sentence(folder: Path, options: dict, words: list[str]) -> None:

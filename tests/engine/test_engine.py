@@ -14,7 +14,7 @@ from octavo.config import EngineConfig, ModelConfig, RopeConfig
 from octavo.engine.build import prefix_fingerprint
 from octavo.engine.runner import SCORE_ROWS, build
 from octavo.engine.sampler import NOT_FINITE
-from octavo.engine.step import ScheduledRequest
+from octavo.engine.step import BlockCopy, ScheduledRequest
 from octavo.request import Request, SamplingParams
 
 EOS = 256
@@ -187,6 +187,25 @@ def test_token_ids_in_parameters_must_exist(tiny, params, words):
     with pytest.raises(ValueError) as error:
         tiny().add(prompt(3), SamplingParams(**params))
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        {"cache_salt": None},
+        {"cache_salt": b"x"},
+        {"priority": None},
+        {"priority": "a"},
+        {"priority": math.nan},
+    ],
+)
+def test_a_salt_or_priority_of_the_wrong_kind_is_refused_and_the_next_is_served(tiny, service):
+    t = tiny()
+    t.add(prompt(4), greedy(2))
+    with pytest.raises(ValueError, match=next(iter(service))):
+        t.add(prompt(5), greedy(2), **service)
+    (output,) = t.drain().values()
+    assert output.error is None
 
 
 def test_s13_labels_are_only_labels(tiny):
@@ -537,12 +556,51 @@ def test_h11_a_failing_sampler_or_detokenizer_costs_its_own_request(tiny, monkey
     assert t.engine.scheduler_stats.used_blocks == 0
 
 
-def broken_for(entry, broken):
+def test_h11_text_that_cannot_be_flushed_costs_its_own_request(tiny, monkeypatch):
     from octavo.tokenizer import IncrementalDetokenizer
 
-    good = IncrementalDetokenizer.push
+    def broken(*_):
+        raise ZeroDivisionError("in the detokenizer")
+
+    t = tiny()
+    bad, good = t.add(prompt(6), greedy(4)), t.add(prompt(5), greedy(4))
+    patched = broken_for(t.engine._entries[bad], broken, "flush")
+    monkeypatch.setattr(IncrementalDetokenizer, "flush", patched)
+    last = t.drain()
+    assert "ZeroDivisionError" in last[bad].error
+    assert last[bad].outputs[0].finish_reason == "error"
+    assert len(last[bad].outputs[0].token_ids) == 4
+    assert last[good].error is None
+    assert t.engine.metrics.finished == {"error": 1, "length": 1}
+
+
+@pytest.mark.parametrize("scored", ["logprobs", "prompt_logprobs"])
+def test_h11_a_scored_token_without_text_costs_its_own_request(tiny, monkeypatch, scored):
+    t = tiny()
+    bad, good = t.add(prompt(6), greedy(4, **{scored: 1})), t.add(prompt(5), greedy(4))
+    monkeypatch.setattr(type(t.engine.tokenizer), "id_to_text", lambda self, token: 1 / 0)
+    last = t.drain()
+    assert "ZeroDivisionError" in last[bad].error
+    assert last[bad].outputs[0].finish_reason == "error"
+    assert last[good].error is None
+    assert t.engine.scheduler_stats.used_blocks == 0
+
+
+def broken_for(entry, broken, method="push"):
+    from octavo.tokenizer import IncrementalDetokenizer
+
+    good = getattr(IncrementalDetokenizer, method)
     own = {id(choice.detokenizer) for choice in entry.choices}
-    return lambda self, token: broken() if id(self) in own else good(self, token)
+    return lambda self, *args: broken() if id(self) in own else good(self, *args)
+
+
+def test_copies_run_in_their_order(tiny):
+    t = tiny()
+    for block in (0, 1, 2):
+        t.kv_cache.key[:, block] = float(block)
+    t.runner.copy_blocks([BlockCopy(1, 0, 2), BlockCopy(2, 1, 3)])
+    assert t.kv_cache.key[0, 0, 0, :, 0].tolist() == [1, 1, 0, 0]
+    assert t.kv_cache.key[0, 1, 0, :, 0].tolist() == [2, 2, 2, 1]
 
 
 def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch):

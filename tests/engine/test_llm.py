@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.engine.scheduler import Scheduler
+from octavo.tokenizer import IncrementalDetokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -69,7 +71,27 @@ def test_s01_s02_s15_t09_a_bad_prompt_alone_raises_and_among_others_costs_only_i
     assert not llm.engine.has_unfinished()
 
 
-@pytest.mark.parametrize("bad", [None, 5, 1.5, ["a", 5], ["a", None], [b"bytes"]])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sampling_params", []),
+        ("sampling_params", 0),
+        ("sampling_params", [GREEDY, None]),
+        ("priority", 1.5),
+        ("priority", [0, None]),
+        ("priority", [1.5, 0]),
+        ("cache_salt", []),
+        ("cache_salt", 5),
+        ("cache_salt", [None, "x"]),
+    ],
+)
+def test_what_is_not_one_for_each_prompt_is_refused_before_anything_runs(llm, name, value):
+    with pytest.raises(ValueError, match=name):
+        llm.generate(["ab", "cd"], use_tqdm=False, **{name: value})
+    assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize("bad", [None, 5, 1.5, ["a", 5], ["a", None], b"bytes", [b"bytes"]])
 def test_what_is_no_prompt_is_refused_before_anything_runs(llm, bad):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(bad, GREEDY, use_tqdm=False)
@@ -186,7 +208,8 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     assert not llm._inbox
 
 
-def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monkeypatch):
+@pytest.mark.parametrize("place", ["model", "update", "text", "end"])
+def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monkeypatch, place):
     t = tiny(num_blocks=128)
     llm = LLM.from_engine(t.engine)
     (expected,) = llm.generate("a longer prompt", GREEDY, use_tqdm=False)
@@ -197,13 +220,18 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(t.model, "logits", interrupted)
+        where = {
+            "model": (t.model, "logits"),
+            "update": (Scheduler, "update"),
+            "text": (IncrementalDetokenizer, "push"),
+            "end": (IncrementalDetokenizer, "flush"),
+        }
+        patch.setattr(*where[place], interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a longer prompt", "another"], GREEDY, use_tqdm=False)
     # the stream was in that step too
-    last = next(stream)
+    *_, last = stream
     assert "interrupted" in last.error
-    assert next(stream, None) is None
     assert not llm.engine.has_unfinished()
     assert llm.engine.scheduler_stats.used_blocks == 0
     t.scheduler.check_invariants()

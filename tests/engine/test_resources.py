@@ -26,14 +26,27 @@ BLOCK = 2 * 2 * 2 * 16 * 16 * 4  # K and V, layers, kv heads, block size, head_d
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("2GiB", 2 * GIB), ("512MB", 512_000_000), ("1.5 KiB", 1536), ("100", 100), (7, 7), ("3gib", 3 * GIB)],
+    [
+        ("2GiB", 2 * GIB),
+        ("512MB", 512_000_000),
+        ("1.5 KiB", 1536),
+        ("100", 100),
+        (7, 7),
+        ("3gib", 3 * GIB),
+        ("9007199254740993", 9007199254740993),
+        ("8388607TiB", 8388607 * 2**40),
+    ],
 )
 def test_sizes(text, num_bytes):
     assert resources.parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB "]
+    "text",
+    [
+        *("", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB "),
+        *("9" * 400, "9" * 400 + "GiB", "8388608TiB", 2**63, 10**400),
+    ],
 )
 def test_bad_sizes_are_refused_in_one_sentence(text):
     with pytest.raises(ValueError, match="a size"):
@@ -127,6 +140,8 @@ def test_s14_a_given_length_that_does_not_fit_is_lowered_with_one_line_too():
         ({"max_model_len": 1025}, ["1025", "1024"]),
         ({"block_size": 12}, ["power of two", "12"]),
         ({"num_blocks": 0}, ["num_blocks", "0"]),
+        ({"num_blocks": 2 * GIB // BLOCK}, ["num_blocks", str(GIB // BLOCK), "1.0 GiB"]),
+        ({"num_blocks": 10**25}, ["num_blocks", str(GIB // BLOCK)]),
     ],
 )
 def test_options_out_of_range(options, words):

@@ -206,11 +206,12 @@ def test_s07_two_requests_that_outgrow_the_pool_together_both_finish() -> None:
     assert model.scheduler.stats.scheduled_tokens <= 2 * 29 + 20
 
 
-def test_admission_leaves_room_for_the_growth_of_what_runs() -> None:
-    # The long one fills 8 blocks of 9 and goes on into the ninth; a short one would fit there now.
-    model = build(num_blocks=9, block_size=4, budget=9)
+@pytest.mark.parametrize(("num_blocks", "length"), [(9, 4), (11, 12)])
+def test_admission_leaves_room_for_the_growth_of_what_runs(num_blocks: int, length: int) -> None:
+    # The long one fills 8 blocks and goes on into one more; a short one would fit into the rest now.
+    model = build(num_blocks=num_blocks, block_size=4)
     long = add(model, prompt_of(32), max_tokens=4)
-    short = add(model, prompt_of(4), max_tokens=1)
+    short = add(model, prompt_of(length), max_tokens=1)
     while not long.finished:
         output = model.step()
         assert tokens_of(output, short) == 0

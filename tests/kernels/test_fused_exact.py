@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from octavo import _native
 from octavo.kernels import api, fused
 
-from .paged import Case, Paged, build, run
+from .paged import Case, Paged, build, oracle, run
 
 BASE = Case(seqs=((700, 700),), need_lse=True)
 
@@ -159,6 +160,24 @@ def test_nan_in_a_visible_key_is_not_hidden() -> None:
     paged = build(case)
     paged.kv.key[paged.meta.block_table[0, 0], :, 3] = float("nan")
     assert fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, 1))[0].isnan().all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("isa", ["auto", "portable"])
+@pytest.mark.parametrize(("seq_len", "overflowed"), [(700, 256), (700, 1), (257, 256), (40, 40), (700, 700)])
+def test_a_span_of_scores_that_overflowed_weighs_nothing(
+    isa: str, num_threads: int, seq_len: int, overflowed: int
+) -> None:
+    """K of -inf, as float16 stores what is below its range, in all keys that a span shows or in some."""
+    case = BASE.with_(seqs=((1, seq_len),), need_lse=True)
+    paged = build(case)
+    paged = replace(paged, q=paged.q.abs() + 0.1)
+    for p in range(overflowed):
+        paged.kv.key[paged.meta.block_table[0, p // 16], :, p % 16] = float("-inf")
+    out, lse = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, num_threads, isa=isa))
+    want, want_lse = oracle(paged)
+    torch.testing.assert_close(out, want, equal_nan=True, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, want_lse, equal_nan=True, atol=1e-5, rtol=1e-5)
 
 
 def test_a_view_of_a_joint_projection_is_read_in_place() -> None:

@@ -43,7 +43,7 @@ struct SpanTask {
     // Row r sees the keys lo[r] <= j < hi[r]; none when lo[r] >= hi[r].
     const int32_t* lo;
     const int32_t* hi;
-    // Results. A row that sees nothing gets l = 0 (any other row has l >= 1, or NaN).
+    // Results. A row that sees nothing, or only scores of -inf, gets l = 0 (any other has l >= 1, or NaN).
     float* m;    // [rows] largest scaled score
     float* l;    // [rows] sum of exp(score - m)
     float* acc;  // [rows][head_dim] sum of exp(score - m) * v

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 namespace octavo {
@@ -213,7 +214,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, const Item& item, float* sc
     }
 
     const int64_t start = seq.seq_len - seq.q_len;
-    std::fill(total + rows, total + 2 * rows, 0.0f);
+    std::fill(total, total + rows, -std::numeric_limits<float>::infinity());
+    std::fill(total + rows, total + partial_floats(job), 0.0f);
     for (int64_t span = item.span_begin; span < item.span_end; ++span) {
         const int64_t base = span * kSpan;
         for (int r = 0; r < rows; ++r) {

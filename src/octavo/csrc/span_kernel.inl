@@ -141,9 +141,11 @@ inline void softmax_row(float* s, int lo, int hi, float* m_out, float* l_out) {
     float m = lanes[0];
     for (int i = 1; i < 8; ++i) m = lanes[i] > m ? lanes[i] : m;
     F8 l0 = set8(0.0f), l1 = l0;
+    // Scores that overflowed to -inf weigh nothing, also where a span has no others: -inf - -inf is NaN.
+    const F8 top = set8(m == -__builtin_inff() ? 0.0f : m);
     for (int j = first; j < end; j += kPanel) {
-        const F8 p0 = exp8(sub8(load8(s + j), set8(m)));
-        const F8 p1 = exp8(sub8(load8(s + j + 8), set8(m)));
+        const F8 p0 = exp8(sub8(load8(s + j), top));
+        const F8 p1 = exp8(sub8(load8(s + j + 8), top));
         store8(s + j, p0);
         store8(s + j + 8, p1);
         l0 = add8(l0, p0);

@@ -35,6 +35,14 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
                 raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
 
 
+def check_service(priority: object, cache_salt: object) -> None:
+    """Refuses a priority that has no order among whole numbers, and a salt that is no text."""
+    if not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, got {priority!r}")
+    if not isinstance(cache_salt, str):
+        raise ValueError(f"cache_salt must be text, got {type(cache_salt).__name__}")
+
+
 def resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:
     """Output tokens at most: what was asked for, or the rest of the context if that is less."""
     room = max_model_len - prompt_len

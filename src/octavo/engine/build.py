@@ -26,6 +26,18 @@ from octavo.weights.load import Checkpoint, load_model, open_checkpoint
 
 log = logging.getLogger("octavo")
 
+#: What the native kernels take at most.
+MAX_THREADS = 1024
+
+_WHOLE = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_threads",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -152,14 +164,27 @@ def prefix_fingerprint(
 
 
 def _check(config: EngineConfig) -> None:
-    if config.num_threads is not None and config.num_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {config.num_threads}")
+    for place in (config, config.cache, config.scheduler):
+        for name, value in ((name, getattr(place, name, None)) for name in _WHOLE):
+            if value is not None and not _is_whole(value):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+    if config.num_threads is not None and not 1 <= config.num_threads <= MAX_THREADS:
+        raise ValueError(f"num_threads must be between 1 and {MAX_THREADS}, got {config.num_threads}")
     if config.cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {config.cache.kv_dtype!r}")
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(config.scheduler, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(config.scheduler, name)}")
     resources.check_block_size(config.cache.block_size)
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device {config.device!r} cannot be used: {reason}") from None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

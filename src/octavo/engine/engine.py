@@ -110,6 +110,7 @@ class Engine:
         """
         ids = admission.check_prompt(prompt_token_ids, self.vocab_size, self.max_model_len)
         admission.check_params(params, self.vocab_size)
+        admission.check_service(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
@@ -155,7 +156,12 @@ class Engine:
             self._close(*self._owner[request.id])
         if output.scheduled:
             self._note_first_scheduled(output, start)
-            self._take(output, self._compute(output))
+            try:
+                self._runner.copy_blocks(output.copies)
+                self._take(output, self._runner.run(output.scheduled))
+            except BaseException:
+                self._drop(output)
+                raise
             self._note_step(time.monotonic() - start)
         elif self._scheduler.has_unfinished() and not output.ended:
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
@@ -165,16 +171,13 @@ class Engine:
                 del self._entries[entry.id]
         return [self._output(entry) for entry in touched.values()]
 
-    def _compute(self, output: SchedulerOutput) -> StepResult:
-        try:
-            self._runner.copy_blocks(output.copies)
-            return self._runner.run(output.scheduled)
-        except BaseException:
-            # Half a step is in the cache: nothing that it wrote may be read.
-            for share in output.scheduled:
-                self._fail(*self._owner[share.request.id], "the step that computed this was interrupted")
-            self._scheduler.update(output, {})
-            raise
+    def _drop(self, output: SchedulerOutput) -> None:
+        """Half a step is in the cache, or in the answers: nobody may go on from there."""
+        for share in output.scheduled:
+            owner = self._owner.get(share.request.id)
+            if owner is not None:
+                self._fail(*owner, "the step that computed this was interrupted")
+        self._scheduler.drop(output)
 
     def abort(self, entry_id: int) -> RequestOutput | None:
         """End a request now; its blocks are free at the next step. Returns what it had, or None when
@@ -235,8 +238,12 @@ class Engine:
         for entry, choice in owners:
             request = choice.request
             if entry.prompt_logprobs is not None:
-                for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
-                    entry.prompt_logprobs[position] = self._with_text(logprobs)
+                try:
+                    for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
+                        entry.prompt_logprobs[position] = self._with_text(logprobs)
+                except Exception as error:  # noqa: BLE001 - as in _accept
+                    self._fail(entry, choice, _no_text(error))
+                    continue
             if request.id in result.tokens:
                 self._touched[entry.id] = entry
                 self._accept(entry, choice, result, now)
@@ -247,16 +254,16 @@ class Engine:
         """Book one sampled token, and end the choice when it completes a stop string."""
         request = choice.request
         self._note_token_time(entry, choice, now)
-        if choice.logprobs is not None:
-            found = result.logprobs[request.id]
-            choice.logprobs.append(self._with_text(found))
-            choice.cumulative_logprob += found[result.tokens[request.id]].logprob
         ended_by_token = request.finished and request.finish_reason == "stop"
         try:
+            if choice.logprobs is not None:
+                found = result.logprobs[request.id]
+                choice.logprobs.append(self._with_text(found))
+                choice.cumulative_logprob += found[result.tokens[request.id]].logprob
             if not ended_by_token or request.params.include_stop_str_in_output:
                 choice.text += choice.detokenizer.push(request.output_token_ids[-1])
         except Exception as error:  # noqa: BLE001 - text that cannot be made costs its own request only
-            self._fail(entry, choice, f"the text could not be decoded: {type(error).__name__}: {error}")
+            self._fail(entry, choice, _no_text(error))
             return
         hit = choice.detokenizer.stop_hit
         if hit is not None:
@@ -287,7 +294,11 @@ class Engine:
             choice.finish_reason = choice.request.finish_reason
             choice.stop_reason = choice.request.stop_reason
         if choice.finish_reason != "error":
-            choice.text += choice.detokenizer.flush()
+            try:
+                choice.text += choice.detokenizer.flush()
+            except Exception as error:  # noqa: BLE001 - as in _accept
+                entry.error = entry.error or _no_text(error)
+                choice.finish_reason = "error"
         now = time.monotonic()
         reason = choice.finish_reason or "error"
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
@@ -324,6 +335,10 @@ class Engine:
                 num_preemptions=sum(choice.request.num_preemptions for choice in entry.choices),
             ),
         )
+
+
+def _no_text(error: Exception) -> str:
+    return f"the text could not be decoded: {type(error).__name__}: {error}"
 
 
 def _completion(choice: _Choice) -> CompletionOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from octavo.cache.kv_cache import bytes_per_block
@@ -13,6 +14,9 @@ from octavo.engine.scheduler import fit_max_model_len
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
+
+#: Bytes; more cannot be addressed.
+MAX_SIZE = 2**63 - 1
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -24,19 +28,21 @@ def parse_size(size: str | int) -> int:
     """Bytes of ``size``: a number, or text such as "2GiB", "512MB" or "1.5 GiB".
 
     kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB powers of 1024; case is ignored.
-    Raises ValueError for anything else and for sizes below 1 byte.
+    Raises ValueError for anything else and for sizes below 1 byte or above ``MAX_SIZE``.
     """
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
+        match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
+        value = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(size, int) and not isinstance(size, bool):
         value = size
     else:
         raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
     if value < 1:
         raise ValueError(f"a size must be at least 1 byte, got {size!r}")
+    if value > MAX_SIZE:
+        raise ValueError(f"a size must be below 8 EiB, got {size!r}")
     return value
 
 
@@ -172,6 +178,11 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
         num_blocks = cache.num_blocks
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if num_blocks > available // per_block:
+            raise ValueError(
+                f"num_blocks must be at most {available // per_block}, which take the "
+                f"{format_size(available)} that the process may still use, got {num_blocks}"
+            )
     elif cache.kv_cache_memory is not None:
         num_bytes = parse_size(cache.kv_cache_memory)
         num_blocks = num_bytes // per_block

@@ -209,6 +209,12 @@ class Scheduler:
                 done.append(request)
         return done
 
+    def drop(self, output: SchedulerOutput) -> None:
+        """Forget a step that was cut short, in place of :meth:`update` or within it; its requests
+        have finished."""
+        assert all(share.request.finished for share in output.scheduled)
+        self._under_way = None
+
     def _schedule_share(self, entry: Entry, step: StepDraft) -> None:
         """Give a running request what the budget and the blocks allow; it pauses when that is none."""
         request = entry.request
