@@ -13,6 +13,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.metrics import EngineMetrics
 from octavo.request import RequestOutput, SamplingParams
 from octavo.tokenizer import Tokenizer
+from octavo.weights.hub import DEFAULT_MODEL
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -60,7 +61,7 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - every option of the engine, by name
         self,
-        model: str = "smollm2-135m-instruct",
+        model: str = DEFAULT_MODEL,
         *,
         attention: str = "fused",
         block_size: int = 16,

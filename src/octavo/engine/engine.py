@@ -151,13 +151,11 @@ class Engine:
         """
         start = time.monotonic()
         output = self._scheduler.schedule()
-        for request in output.ended:
-            self._close(*self._owner[request.id])
         if output.scheduled:
             self._note_first_scheduled(output, start)
             self._take(output, self._compute(output))
             self._note_step(time.monotonic() - start)
-        elif self._scheduler.has_unfinished() and not output.ended:
+        elif self._scheduler.has_unfinished():
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
         touched, self._touched = self._touched, {}
         for entry in touched.values():
