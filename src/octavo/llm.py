@@ -231,9 +231,9 @@ class LLM:
         cache_salt: str | Sequence[str] | None,
     ) -> list[_Job]:
         count = len(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
-        priorities = _one_each("priority", 0 if priority is None else priority, int, count)
-        salts = _one_each("cache_salt", cache_salt or "", str, count)
+        params = _one_each("sampling_params", sampling_params, SamplingParams(), count)
+        priorities = _one_each("priority", priority, 0, count)
+        salts = _one_each("cache_salt", cache_salt, "", count)
         return [_Job(*p, *rest) for p, *rest in zip(prompts, params, priorities, salts, strict=True)]
 
     def _submit(self, job: _Job) -> str:
@@ -244,10 +244,12 @@ class LLM:
         self._inbox[request_id] = []
         return request_id
 
-    def _step(self) -> None:
-        for output in self.engine.step():
-            if output.request_id in self._inbox:
-                self._inbox[output.request_id].append(output)
+    def _step(self) -> list[str]:
+        """One step; outputs go to the inbox of their call. Returns the ids of those that have one."""
+        outputs = [output for output in self.engine.step() if output.request_id in self._inbox]
+        for output in outputs:
+            self._inbox[output.request_id].append(output)
+        return [output.request_id for output in outputs]
 
     def _withdraw(self, request_id: str) -> None:
         self.engine.abort(int(request_id))
@@ -266,16 +268,19 @@ class LLM:
                     results[index] = _refused(job, str(error))
             with _Progress(len(jobs), use_tqdm) as progress:
                 progress.update(len(results), 0)
+                num_tokens = 0
                 while open_jobs:
-                    self._step()
-                    for request_id, index in list(open_jobs.items()):
-                        for output in self._inbox[request_id]:
-                            results[index] = output
-                        self._inbox[request_id].clear()
-                        if index in results and results[index].finished:
+                    # Only what the step touched: a call may hold many thousands of prompts.
+                    for request_id in self._step():
+                        index = open_jobs.get(request_id)
+                        if index is None:
+                            continue
+                        before = _num_output_tokens(results[index]) if index in results else 0
+                        results[index] = self._inbox[request_id].pop()
+                        num_tokens += _num_output_tokens(results[index]) - before
+                        if results[index].finished:
                             del open_jobs[request_id], self._inbox[request_id]
-                    done = len(jobs) - len(open_jobs)
-                    progress.update(done, sum(_num_output_tokens(r) for r in results.values()))
+                    progress.update(len(jobs) - len(open_jobs), num_tokens)
         finally:
             for request_id in open_jobs:
                 self._withdraw(request_id)
@@ -336,12 +341,12 @@ def _refused(job: _Job, sentence: str) -> RequestOutput:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
     if len(prompts) and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     for index, item in enumerate(prompts):
-        if not isinstance(item, str | Sequence) or isinstance(item, bytes):
+        if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray):
             raise ValueError(f"prompt {index} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
@@ -356,10 +361,13 @@ def _as_conversations(
     return list(messages)  # type: ignore[arg-type]
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    if isinstance(value, kind):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
-    return values
+def _one_each(name: str, value: Any, default: Any, count: int) -> list[Any]:
+    """``value`` for each of ``count`` prompts: one for all or a list of as many; None is ``default``."""
+    kind = type(default)
+    if value is None or isinstance(value, kind):
+        return [default if value is None else value] * count
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise ValueError(f"{name} must be a {kind.__name__} or a list of them, got {value!r:.80}")
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+    return list(value)

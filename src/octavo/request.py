@@ -46,7 +46,8 @@ class SamplingParams:
         seed: makes the draw reproducible, alone or in any batch; drawn at admission when None.
         stop: strings that end the text; the text ends before them.
         stop_token_ids: token ids that end the text, beside the model's own end tokens.
-        min_tokens: end tokens are forbidden before this many output tokens.
+        min_tokens: end tokens are forbidden, and stop strings are plain text, before this many output
+            tokens.
         max_tokens: output tokens at most; 0 scores the prompt only; None is the rest of the context.
         ignore_eos: go on past the model's end tokens.
         logprobs: report the log-probabilities of this many best tokens (and of the chosen one).

@@ -189,6 +189,17 @@ def test_token_ids_in_parameters_must_exist(tiny, params, words):
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"), [({"priority": "high"}, "priority"), ({"cache_salt": 5}, "cache_salt")]
+)
+def test_a_place_that_cannot_be_is_refused_and_the_engine_lives_on(tiny, options, words):
+    t = tiny()
+    with pytest.raises(ValueError, match=words):
+        t.engine.add_request(prompt(5), greedy(2), **options)
+    (output,) = t.run((prompt(5), greedy(2)))
+    assert output.error is None
+
+
 def test_s13_labels_are_only_labels(tiny):
     t = tiny()
     first = t.add(prompt(5), greedy(4), label="same")
@@ -224,6 +235,14 @@ def test_a09_min_tokens_holds_back_every_end_and_ignore_eos_runs_to_the_limit(ti
     assert EOS not in tokens(held)[:2]
     assert tokens(ignoring) == [EOS] * 4
     assert ignoring.outputs[0].finish_reason == "length"
+
+
+def test_a09_a_stop_string_before_min_tokens_is_text(tiny):
+    letter = ord("x") - ord("!")
+    params = always(letter, stop="xx", min_tokens=5, max_tokens=9)
+    (output,) = tiny().run((prompt(5), params))
+    assert tokens(output) == [letter] * 6
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("xxxx", "xx")
 
 
 def test_a10_max_tokens_0_scores_the_prompt_only(tiny):
@@ -542,7 +561,7 @@ def broken_for(entry, broken):
 
     good = IncrementalDetokenizer.push
     own = {id(choice.detokenizer) for choice in entry.choices}
-    return lambda self, token: broken() if id(self) in own else good(self, token)
+    return lambda self, token, **kw: broken() if id(self) in own else good(self, token, **kw)
 
 
 def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch):
@@ -558,10 +577,10 @@ def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch
     failing = t.engine._entries[entry_id].choices[1].detokenizer
     push = IncrementalDetokenizer.push
 
-    def fails_for_one(self, token):
+    def fails_for_one(self, token, **kw):
         if self is failing:
             raise ZeroDivisionError("in the detokenizer")
-        return push(self, token)
+        return push(self, token, **kw)
 
     monkeypatch.setattr(IncrementalDetokenizer, "push", fails_for_one)
     output = t.drain()[entry_id]

@@ -110,6 +110,7 @@ class Engine:
         """
         ids = admission.check_prompt(prompt_token_ids, self.vocab_size, self.max_model_len)
         admission.check_params(params, self.vocab_size)
+        admission.check_place(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
@@ -252,7 +253,8 @@ class Engine:
         ended_by_token = request.finished and request.finish_reason == "stop"
         try:
             if not ended_by_token or request.params.include_stop_str_in_output:
-                choice.text += choice.detokenizer.push(request.output_token_ids[-1])
+                early = len(request.output_token_ids) <= request.params.min_tokens
+                choice.text += choice.detokenizer.push(request.output_token_ids[-1], check_stop=not early)
         except Exception as error:  # noqa: BLE001 - text that cannot be made costs its own request only
             self._fail(entry, choice, f"the text could not be decoded: {type(error).__name__}: {error}")
             return
