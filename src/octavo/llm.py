@@ -272,9 +272,9 @@ class LLM:
                 while open_jobs:
                     # Only what the step touched: a call may hold many thousands of prompts.
                     for request_id in self._step():
-                        index = open_jobs.get(request_id)
-                        if index is None:
+                        if request_id not in open_jobs:
                             continue
+                        index = open_jobs[request_id]
                         before = _num_output_tokens(results[index]) if index in results else 0
                         results[index] = self._inbox[request_id].pop()
                         num_tokens += _num_output_tokens(results[index]) - before

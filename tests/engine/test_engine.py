@@ -492,7 +492,7 @@ def test_p06_nothing_is_matched_under_another_fingerprint(tiny):
 # ---- an error costs one request
 
 
-def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again(tiny):
+def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again(tiny, caplog):
     jobs = [(prompt(6), greedy(5)), ([40, 41, 200], greedy(5)), (prompt(9), greedy(5))]
     expected = tiny().run(*jobs)
     t = tiny()
@@ -503,6 +503,7 @@ def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again
     assert bad.outputs[0].finish_reason == "error"
     assert "this token cannot be computed" in bad.error
     assert "\n" not in bad.error
+    assert "a step of 3 requests failed (RuntimeError: this token cannot be computed)" in caplog.text
     assert t.engine.scheduler_stats.used_blocks == 0
     (following,) = t.run((prompt(6), greedy(5)))
     assert tokens(following) == tokens(expected[0])

@@ -87,11 +87,9 @@ class Runner:
         """
         try:
             return self._compute(scheduled)
-        except Exception:
-            # Whatever it is, it must only cost the request that causes it.
-            log.warning(
-                "a step failed; its %d requests are computed one by one", len(scheduled), exc_info=True
-            )
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must only cost the request that causes it
+            name = type(error).__name__
+            log.warning("a step of %d requests failed (%s: %s): each runs alone", len(scheduled), name, error)
             result = StepResult()
             for share in scheduled:
                 result.add(self._compute_alone(share))
