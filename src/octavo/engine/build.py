@@ -69,6 +69,10 @@ def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
     to_canonical = partial(canonical, config.architecture)
     load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
     decoder.pack()
+    if not decoder.packed:
+        log.warning(
+            "torch cannot pack weights here: linear layers run on plain ones, at up to twice the time"
+        )
     return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
 
 
