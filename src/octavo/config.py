@@ -1,6 +1,6 @@
 """Frozen configuration; a dtype is a string. A model's own is translated in ``model_config``, once.
 
-``resolve()`` methods return a new object; nothing is mutated after it was made.
+Nothing is mutated after it was made: ``octavo.engine.resources.resolve`` returns a new ``EngineConfig``.
 """
 
 from __future__ import annotations

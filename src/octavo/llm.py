@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.metrics import EngineMetrics
 from octavo.request import RequestOutput, SamplingParams
 from octavo.tokenizer import Tokenizer
+from octavo.weights.hub import DEFAULT_MODEL
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -60,7 +61,7 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - every option of the engine, by name
         self,
-        model: str = "smollm2-135m-instruct",
+        model: str = DEFAULT_MODEL,
         *,
         attention: str = "fused",
         block_size: int = 16,
@@ -243,10 +244,12 @@ class LLM:
         self._inbox[request_id] = []
         return request_id
 
-    def _step(self) -> None:
-        for output in self.engine.step():
-            if output.request_id in self._inbox:
-                self._inbox[output.request_id].append(output)
+    def _step(self) -> list[str]:
+        """One step; outputs go to the inbox of their call. Returns the ids of those that have one."""
+        outputs = [output for output in self.engine.step() if output.request_id in self._inbox]
+        for output in outputs:
+            self._inbox[output.request_id].append(output)
+        return [output.request_id for output in outputs]
 
     def _withdraw(self, request_id: str) -> None:
         self.engine.abort(int(request_id))
@@ -265,16 +268,19 @@ class LLM:
                     results[index] = _refused(job, str(error))
             with _Progress(len(jobs), use_tqdm) as progress:
                 progress.update(len(results), 0)
+                num_tokens = 0
                 while open_jobs:
-                    self._step()
-                    for request_id, index in list(open_jobs.items()):
-                        for output in self._inbox[request_id]:
-                            results[index] = output
-                        self._inbox[request_id].clear()
-                        if index in results and results[index].finished:
+                    # Only what the step touched: a call may hold many thousands of prompts.
+                    for request_id in self._step():
+                        if request_id not in open_jobs:
+                            continue
+                        index = open_jobs[request_id]
+                        before = _num_output_tokens(results[index]) if index in results else 0
+                        results[index] = self._inbox[request_id].pop()
+                        num_tokens += _num_output_tokens(results[index]) - before
+                        if results[index].finished:
                             del open_jobs[request_id], self._inbox[request_id]
-                    done = len(jobs) - len(open_jobs)
-                    progress.update(done, sum(_num_output_tokens(r) for r in results.values()))
+                    progress.update(len(jobs) - len(open_jobs), num_tokens)
         finally:
             for request_id in open_jobs:
                 self._withdraw(request_id)
@@ -335,12 +341,12 @@ def _refused(job: _Job, sentence: str) -> RequestOutput:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
     if len(prompts) and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     for index, item in enumerate(prompts):
-        if not isinstance(item, str | Sequence) or isinstance(item, bytes):
+        if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray):
             raise ValueError(f"prompt {index} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]
 
@@ -356,14 +362,12 @@ def _as_conversations(
 
 
 def _one_each(name: str, value: Any, default: Any, count: int) -> list[Any]:
-    """``value`` for each prompt: it, its items, or the default when it is None."""
-    value, kind = default if value is None else value, type(default)
-    if isinstance(value, kind):
-        return [value] * count
-    values = list(value) if isinstance(value, Iterable) else [value]
-    for item in values:
-        if not isinstance(item, kind):
-            raise ValueError(f"{name} must be {kind.__name__} or a list of it, got {type(item).__name__}")
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
-    return values
+    """``value`` for each of ``count`` prompts: one for all or a list of as many; None is ``default``."""
+    kind = type(default)
+    if value is None or isinstance(value, kind):
+        return [default if value is None else value] * count
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise ValueError(f"{name} must be a {kind.__name__} or a list of them, got {value!r:.80}")
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+    return list(value)

@@ -68,7 +68,7 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise UnsupportedModelError(f"rotary positions need an even head_dim, got {self.head_dim}")
-        if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
+        if self.sliding_layers and (type(self.sliding_window) is not int or self.sliding_window < 1):
             raise UnsupportedModelError(
                 f"sliding layers need a sliding_window of at least 1 token, got {self.sliding_window!r}"
             )

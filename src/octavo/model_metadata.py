@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+#: Layers are made one by one and no tensor's size bounds their stated number, so this does.
+MAX_LAYERS = 4096
+
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 _ACTIVATIONS = {
@@ -69,6 +72,8 @@ ARCHITECTURES = (
 
 def _hf_architecture(config: Mapping[str, Any]) -> str:
     classes = config.get("architectures") or []
+    if not isinstance(classes, list | tuple):
+        raise UnsupportedModelError(f"architectures must be a list of names, got {classes!r:.80}")
     model_type = config.get("model_type")
     if "Gemma3ForConditionalGeneration" in classes or model_type == "gemma3":
         raise UnsupportedModelError(
@@ -98,6 +103,20 @@ def _size(mapping: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
+def _layers(mapping: Mapping[str, Any], key: str, where: str) -> int:
+    value = _size(mapping, key, where)
+    if value > MAX_LAYERS:
+        raise UnsupportedModelError(f"{key} is {value}, at most {MAX_LAYERS} layers are allowed")
+    return value
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedModelError(f"{key} must be an object, got {value!r:.80}")
+    return value
+
+
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UnsupportedModelError(f"{name} must be a positive number, got {value!r}")
@@ -105,7 +124,7 @@ def _number(value: Any, name: str) -> float:
 
 
 def _activation(name: Any) -> str:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"activation {name!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}"
         )
@@ -113,9 +132,11 @@ def _activation(name: Any) -> str:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+    """End tokens, however they are listed; what is no id ends nothing and is refused."""
+    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not all(type(i) is int for i in ids):
+        raise UnsupportedModelError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
+    return ids
 
 
 def _first(value: Any) -> Any:
@@ -139,22 +160,21 @@ def _scaled_length(stated: int, rope: RopeConfig) -> int:
 
 def _hf_rope_parameters(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """``rope_parameters`` is flat, or keyed by the kind of layer (always so for Gemma 3)."""
-    given: Mapping[str, Any] = config.get("rope_parameters") or {}
+    given = _mapping(config, "rope_parameters")
     kinds = [given[k] for k in ("full_attention", "sliding_attention") if k in given]
     if _hf_architecture(config) == "gemma3":
         if given and not kinds:
             raise UnsupportedModelError(
                 "gemma3 needs rope_parameters keyed by 'full_attention' and 'sliding_attention'"
             )
-        return given.get(kind) or {}
+        return _mapping(given, kind)
     if not kinds:
         return given
     if kinds[0] is None or any(k != kinds[0] for k in kinds):
         raise UnsupportedModelError(
             "rope_parameters that differ between kinds of layers are supported for gemma3 only"
         )
-    first: Mapping[str, Any] = kinds[0]
-    return first
+    return _mapping(given, "full_attention" if "full_attention" in given else "sliding_attention")
 
 
 def _hf_rope(config: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any]) -> RopeConfig:
@@ -247,7 +267,7 @@ def _hf_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         **_hf_common(config, "gpt2"),
         **_gpt2_shape(hidden, heads),
         intermediate_size=config.get("n_inner") or 4 * hidden,
-        num_layers=_size(config, "n_layer", "config.json"),
+        num_layers=_layers(config, "n_layer", "config.json"),
         max_position_embeddings=_size(config, "n_positions", "config.json"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         activation=_activation(config.get("activation_function", "gelu_new")),
@@ -286,16 +306,17 @@ def hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         final_logit_softcapping=(None,),
         use_bidirectional_attention=(None, False),
     )
-    hidden, heads, layers, stated = (
+    hidden, heads, stated = (
         _size(config, key, "config.json")
-        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+        for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
     )
+    layers = _layers(config, "num_hidden_layers", "config.json")
     gemma, attention_bias = architecture == "gemma3", bool(config.get("attention_bias", False))
     head_dim = config.get("head_dim") or {"gemma3": 256, "qwen3": 128}.get(architecture) or hidden // heads
     window = config.get("sliding_window") if architecture in ("mistral", "gemma3") else None
     if architecture in ("qwen2", "qwen3") and config.get("use_sliding_window"):
         window = config.get("sliding_window")
-    scaling = config.get("rope_scaling") or {}
+    scaling = _mapping(config, "rope_scaling")
     rope = _hf_rope(config, "full_attention", config.get("rope_theta") or (1e6 if gemma else 1e4), scaling)
     specific: dict[str, Any] = {}
     if gemma:
@@ -357,9 +378,10 @@ def _gguf_rope(metadata: Mapping[str, Any], name: str, theta: float, has_factors
     if scaling == "none":
         return RopeConfig(theta=theta)
     factor_key = f"{name}.rope.scaling.factor"
-    original = key("scaling.original_context_length")
-    if scaling == "yarn":
-        original = original or _size(metadata, f"{name}.context_length", "the GGUF file")
+    original_key = f"{name}.rope.scaling.original_context_length"
+    if scaling == "yarn" and metadata.get(original_key) is None:
+        original_key = f"{name}.context_length"
+    original = None if metadata.get(original_key) is None else _size(metadata, original_key, "the GGUF file")
     return RopeConfig(
         theta=theta,
         scaling=scaling,
@@ -377,6 +399,8 @@ def _gguf_gemma3(
     # the pattern; these are the constants of the released models. 27B (62 layers) alone divides by
     # sqrt(hidden / heads).
     pattern = metadata.get("gemma3.attention.sliding_window_pattern") or 6
+    if not isinstance(pattern, int | list):
+        raise UnsupportedModelError(f"gemma3.attention.sliding_window_pattern is {pattern!r:.80}")
     sliding = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(layers)]
     if len(sliding) != layers:
         raise UnsupportedModelError(
@@ -399,13 +423,15 @@ def _gguf_common(
 ) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     vocab_key = f"{name}.vocab_size"
+    if tokens is not None and not isinstance(tokens, list):
+        raise UnsupportedModelError(f"tokenizer.ggml.tokens must be an array, got {tokens!r:.80}")
     vocab_size = len(tokens) if tokens is not None else _size(metadata, vocab_key, "the GGUF file")
-    ends = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+    ends = [i for kind in ("eos", "eot") for i in _ids(metadata.get(f"tokenizer.ggml.{kind}_token_id"))]
     return {
         "architecture": name,
         "vocab_size": metadata.get(vocab_key) or vocab_size,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_ids": tuple(dict.fromkeys(i for i in ends if i is not None)),
+        "eos_token_ids": tuple(dict.fromkeys(ends)),
         "tie_word_embeddings": not {"output.weight", "lm_head.weight"}.intersection(tensor_names or ()),
     }
 
@@ -421,7 +447,8 @@ def gguf_fields(metadata: Mapping[str, Any], tensor_names: Collection[str] | Non
     def size(key: str) -> int:
         return _size(metadata, f"{name}.{key}", "the GGUF file")
 
-    hidden, heads, layers = size("embedding_length"), size("attention.head_count"), size("block_count")
+    hidden, heads = size("embedding_length"), size("attention.head_count")
+    layers = _layers(metadata, f"{name}.block_count", "the GGUF file")
     common = _gguf_common(metadata, name, tensor_names)
     common |= {
         "intermediate_size": size("feed_forward_length"),
@@ -435,12 +462,12 @@ def gguf_fields(metadata: Mapping[str, Any], tensor_names: Collection[str] | Non
             norm_eps=metadata.get("gpt2.attention.layer_norm_epsilon", 1e-5),
             activation="gelu_tanh",
         )
-    head_dim = metadata.get(f"{name}.attention.key_length") or hidden // heads
+    key_length = metadata.get(f"{name}.attention.key_length")
+    head_dim = size("attention.key_length") if key_length else hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.get(f"{name}.{key}", head_dim) != head_dim:
-            raise UnsupportedModelError(
-                f"{name}.{key} ({metadata[f'{name}.{key}']}) must equal the head_dim ({head_dim})"
-            )
+        found = metadata.get(f"{name}.{key}")
+        if found is not None and found != head_dim:
+            raise UnsupportedModelError(f"{name}.{key} ({found}) must equal the head_dim ({head_dim})")
     has_factors = tensor_names is not None and "rope_freqs.weight" in tensor_names
     rope = _gguf_rope(metadata, name, 1e6 if name == "gemma3" else 1e4, has_factors)
     window = metadata.get(f"{name}.attention.sliding_window")

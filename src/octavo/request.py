@@ -9,6 +9,7 @@ import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
@@ -16,6 +17,9 @@ MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 100.0
 #: Below this a temperature is treated as 0 (greedy): dividing by it would overflow float32.
 MIN_TEMPERATURE = 1e-3
+#: Beyond these, what is added to or multiplied with a float32 logit could overflow it.
+MAX_LOGIT_BIAS = 1e6
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 class Status(enum.Enum):
@@ -39,14 +43,15 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most probable tokens; 0 or -1 keeps all; clamped to the vocabulary.
         min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
-        repetition_penalty: > 0; counts tokens of the prompt and of the output.
+        repetition_penalty: in [0.01, 100]; counts tokens of the prompt and of the output.
         presence_penalty: in [-2, 2]; counts tokens of the output only.
         frequency_penalty: in [-2, 2]; counts tokens of the output only.
-        logit_bias: token id -> number added to its logit (-inf forbids the token).
+        logit_bias: token id -> number added to its logit, up to a million (-inf forbids the token).
         seed: makes the draw reproducible, alone or in any batch; drawn at admission when None.
         stop: strings that end the text; the text ends before them.
         stop_token_ids: token ids that end the text, beside the model's own end tokens.
-        min_tokens: end tokens are forbidden before this many output tokens.
+        min_tokens: end tokens are forbidden, and stop strings are plain text, before this many output
+            tokens.
         max_tokens: output tokens at most; 0 scores the prompt only; None is the rest of the context.
         ignore_eos: go on past the model's end tokens.
         logprobs: report the log-probabilities of this many best tokens (and of the chosen one).
@@ -76,6 +81,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         if not 0.0 < self.top_p <= 1.0:
@@ -83,13 +89,14 @@ class SamplingParams:
         if self.top_k < -1:
             raise ValueError(f"top_k must be -1 or 0 (all tokens) or positive, got {self.top_k}")
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0.0):
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        _check_range(
+            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        )
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token_id, bias in (self.logit_bias or {}).items():
-            if math.isnan(bias) or bias == math.inf:
-                raise ValueError(f"logit_bias[{token_id}] must be a number or -inf, got {bias}")
+            if bias != -math.inf:
+                _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
@@ -107,6 +114,31 @@ class SamplingParams:
             if value is not None:
                 _check_range(name, value, 0, MAX_LOGPROBS)
 
+    def _check_types(self) -> None:
+        for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            may_be_none = name not in ("n", "top_k", "min_tokens")
+            if not (_is_a(value, Integral) or (value is None and may_be_none)):
+                raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            if not _is_a(getattr(self, name), Real):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r:.80}")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping) or not all(_is_a(value, Real) for value in bias.values()):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+        stops = () if self.stop is None else self.stop
+        if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError(f"stop must be a string or a list of strings, got {stops!r:.80}")
+        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r:.80}")
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple, whatever form the user gave."""
@@ -118,6 +150,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True when the most probable token is taken without a draw."""
         return self.temperature < MIN_TEMPERATURE
+
+
+def _is_a(value: object, kind: type) -> bool:
+    """isinstance, but True and False are no numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -65,14 +65,14 @@ def load(checkpoint, change=lambda name, tensor: tensor):
 class OneSequence:
     """A single sequence in its own cache, block after block."""
 
-    def __init__(self, decoder, max_length):
+    def __init__(self, decoder, max_length, attention="reference"):
         config = decoder.config
         self.decoder = decoder
         num_blocks = -(-max_length // BLOCK_SIZE)
         shape = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block_size": BLOCK_SIZE}
         self.cache = KVCache(num_layers=config.num_layers, num_blocks=num_blocks, **shape)
         spec = AttentionSpec(num_heads=config.num_heads, kv_dtype=torch.float32, device="cpu", **shape)
-        self.attention = AttentionBackend("reference", spec)
+        self.attention = AttentionBackend(attention, spec)
         self.blocks = torch.arange(num_blocks, dtype=torch.int32).flip(0)[None]
         self.length = 0
 
@@ -92,8 +92,8 @@ class OneSequence:
         return self.decoder.logits(self.decoder(batch, self.cache, self.attention))
 
 
-def generate(decoder, ids):
-    run = OneSequence(decoder, len(ids) + NEW_TOKENS)
+def generate(decoder, ids, attention):
+    run = OneSequence(decoder, len(ids) + NEW_TOKENS, attention)
     run.step(ids[:7])
     logits, out = run.step(ids[7:]), []
     while True:
@@ -117,15 +117,21 @@ def transformers_model(config, checkpoint):
 
 
 @torch.inference_mode()
-def compare(decoder, model, ids):
-    """The same logits over the text, and the same greedy continuation."""
-    expected = model(torch.tensor([ids])).logits[0]
-    got = OneSequence(decoder, len(ids)).step(ids)
-    assert (got - expected).abs().max() < TOLERANCE
+def expected_of(model, ids):
+    """The peer's logits over the text, and its greedy continuation."""
+    logits = model(torch.tensor([ids])).logits[0]
     continued = model.generate(
         torch.tensor([ids]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
     )
-    assert generate(decoder, ids) == continued[0, len(ids) :].tolist()
+    return logits, continued[0, len(ids) :].tolist()
+
+
+def compare(decoder, expected, ids, attention="reference"):
+    """The same logits over the text, and the same greedy continuation."""
+    logits, continued = expected
+    got = OneSequence(decoder, len(ids), attention).step(ids)
+    assert (got - logits).abs().max() < TOLERANCE
+    assert generate(decoder, ids, attention) == continued
     return got
 
 
@@ -139,8 +145,8 @@ def smollm2_decoder(smollm2):
     return load(smollm2)
 
 
-@pytest.mark.real_model
-def test_smollm2_equals_transformers(smollm2, smollm2_decoder):
+@pytest.fixture(scope="module")
+def smollm2_expected(smollm2):
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -155,7 +161,21 @@ def test_smollm2_equals_transformers(smollm2, smollm2_decoder):
         bos_token_id=1,
         eos_token_id=None,
     )
-    compare(smollm2_decoder, transformers_model(config, smollm2), text_ids(smollm2, "Ġ"))
+    return expected_of(transformers_model(config, smollm2), text_ids(smollm2, "Ġ"))
+
+
+@pytest.mark.real_model
+def test_smollm2_equals_transformers(smollm2, smollm2_decoder, smollm2_expected):
+    compare(smollm2_decoder, smollm2_expected, text_ids(smollm2, "Ġ"))
+
+
+@pytest.mark.real_model
+def test_smollm2_as_it_is_served_equals_transformers(smollm2, smollm2_expected):
+    """The native kernel and, where torch can, packed weights: what ``LLM`` runs by default."""
+    decoder = load(smollm2)
+    decoder.pack()
+    assert decoder.packed == torch.backends.mkldnn.is_available()
+    compare(decoder, smollm2_expected, text_ids(smollm2, "Ġ"), "fused")
 
 
 @pytest.mark.real_model
@@ -194,5 +214,5 @@ def test_gemma3_equals_transformers():
         eos_token_id=None,
     )
     ids = [2, *text_ids(checkpoint, "▁")]  # the model expects its begin-of-text token
-    logits = compare(load(checkpoint), transformers_model(config, checkpoint), ids)
+    logits = compare(load(checkpoint), expected_of(transformers_model(config, checkpoint), ids), ids)
     assert perplexity(logits, ids) < 15

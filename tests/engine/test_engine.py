@@ -245,6 +245,14 @@ def test_a09_min_tokens_holds_back_every_end_and_ignore_eos_runs_to_the_limit(ti
     assert ignoring.outputs[0].finish_reason == "length"
 
 
+def test_a09_a_stop_string_before_min_tokens_is_text(tiny):
+    letter = ord("x") - ord("!")
+    params = always(letter, stop="xx", min_tokens=5, max_tokens=9)
+    (output,) = tiny().run((prompt(5), params))
+    assert tokens(output) == [letter] * 6
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("xxxx", "xx")
+
+
 def test_a10_max_tokens_0_scores_the_prompt_only(tiny):
     t = tiny()
     (output,) = t.run((prompt(6), greedy(0, prompt_logprobs=0)))
@@ -492,7 +500,7 @@ def test_p06_nothing_is_matched_under_another_fingerprint(tiny):
 # ---- an error costs one request
 
 
-def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again(tiny):
+def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again(tiny, caplog):
     jobs = [(prompt(6), greedy(5)), ([40, 41, 200], greedy(5)), (prompt(9), greedy(5))]
     expected = tiny().run(*jobs)
     t = tiny()
@@ -503,6 +511,7 @@ def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again
     assert bad.outputs[0].finish_reason == "error"
     assert "this token cannot be computed" in bad.error
     assert "\n" not in bad.error
+    assert "a step of 3 requests failed (RuntimeError: this token cannot be computed)" in caplog.text
     assert t.engine.scheduler_stats.used_blocks == 0
     (following,) = t.run((prompt(6), greedy(5)))
     assert tokens(following) == tokens(expected[0])
@@ -591,7 +600,7 @@ def broken_for(entry, broken, method="push"):
 
     good = getattr(IncrementalDetokenizer, method)
     own = {id(choice.detokenizer) for choice in entry.choices}
-    return lambda self, *args: broken() if id(self) in own else good(self, *args)
+    return lambda self, *args, **kw: broken() if id(self) in own else good(self, *args, **kw)
 
 
 def test_copies_run_in_their_order(tiny):
@@ -616,10 +625,10 @@ def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch
     failing = t.engine._entries[entry_id].choices[1].detokenizer
     push = IncrementalDetokenizer.push
 
-    def fails_for_one(self, token):
+    def fails_for_one(self, token, **kw):
         if self is failing:
             raise ZeroDivisionError("in the detokenizer")
-        return push(self, token)
+        return push(self, token, **kw)
 
     monkeypatch.setattr(IncrementalDetokenizer, "push", fails_for_one)
     output = t.drain()[entry_id]

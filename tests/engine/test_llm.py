@@ -48,6 +48,24 @@ def test_each_prompt_has_its_own_parameters(llm):
         llm.generate(["a", "b"], GREEDY, use_tqdm=False, priority=[1, 2, 3])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling_params": []},
+        {"sampling_params": [1, 2]},
+        {"sampling_params": "greedy"},
+        {"priority": ["high", "low"]},
+        {"cache_salt": [1, 2]},
+        {"cache_salt": []},
+    ],
+)
+def test_what_cannot_go_with_the_prompts_is_refused_and_the_next_call_is_served(llm, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        llm.generate(["a", "b"], use_tqdm=False, **options)
+    assert not llm.engine.has_unfinished()
+    assert len(llm.generate(["a", "b"], GREEDY, use_tqdm=False)) == 2
+
+
 def test_the_defaults_are_those_of_sampling_params(llm):
     (output,) = llm.generate("abc", use_tqdm=False)
     assert 1 <= len(output.outputs[0].token_ids) <= 16
@@ -216,7 +234,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monk
     stream = llm.stream("hello", GREEDY)
     next(stream)
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

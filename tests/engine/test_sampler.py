@@ -52,6 +52,46 @@ def logits() -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 1.5},
+        {"n": None},
+        {"top_k": 2.5},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"max_tokens": "5"},
+        {"min_tokens": 1.5},
+        {"logprobs": True},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_p": math.nan},
+        {"repetition_penalty": 1e-40},
+        {"repetition_penalty": 1e39},
+        {"logit_bias": [1]},
+        {"logit_bias": {1: "a"}},
+        {"logit_bias": {1: 1e39}},
+        {"logit_bias": {1: math.nan}},
+        {"stop": 5},
+        {"stop": [1]},
+        {"stop": b"x"},
+        {"stop_token_ids": 5},
+    ],
+)
+def test_a_parameter_of_the_wrong_kind_is_refused_by_name(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("largest", [{"logit_bias": {3: 1e6, 4: -1e6}}, {"repetition_penalty": 0.01}])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1.0, 100.0])
+def test_the_largest_parameters_overflow_nothing(logits, largest, temperature):
+    out = sample(logits[None] * 1e3, [row(temperature=temperature, logprobs=2, **largest)], VOCAB)
+    assert out.errors == [None]
+    assert all(math.isfinite(entry.logprob) for entry in out.logprobs[0].values())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-4])
 def test_a01_a_tiny_temperature_is_greedy(logits, temperature):
     assert one(logits * 1e4, row(temperature=temperature, seed=9)) == int(logits.argmax())

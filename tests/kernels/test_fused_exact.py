@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,16 @@ def test_block_size_and_placement_change_nothing(block_size: int, seqs: tuple[tu
     want = results(case)
     for placement in (0, 1, 2):
         assert same(results(case.with_(block_size=block_size), placement=placement), want)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
+def test_the_kernel_runs_on_torchs_own_openmp() -> None:
+    """A second runtime would bring a second pool of threads, and the two would spin against each other."""
+    run("fused", build(BASE), 2)
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    runtimes = [name for name in mapped if re.search(r"/lib(gomp|iomp5|omp)[-.]", name)]
+    assert len(runtimes) == 1, runtimes
 
 
 def test_batch_changes_nothing() -> None:

@@ -6,17 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli import bench, options
-from octavo.cli.run import DEFAULT_MODEL
 
 
 def test_the_choices_are_those_of_the_engine():
     from octavo.cache.kv_cache import DTYPES
     from octavo.kernels.api import BACKENDS
-    from octavo.weights import hub
 
     assert sorted(options.ATTENTION) == sorted(BACKENDS)
     assert sorted(options.KV_DTYPES) == sorted(DTYPES)
-    assert DEFAULT_MODEL == hub.DEFAULT_MODEL
 
 
 def test_the_peers_are_rows_of_the_engines():

@@ -1,11 +1,13 @@
 """What HF's config.json and GGUF's metadata become, and what is refused in one sentence."""
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
 
 from octavo.config import ModelConfig, RopeConfig, UnsupportedModelError
+from octavo.model_metadata import ARCHITECTURES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -288,3 +290,85 @@ def test_gguf_metadata_that_is_refused(metadata, message):
 def test_translation_needs_no_torch():
     code = "import sys, octavo.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+ODD = [None, 0, -1, 1.5, "x", [], [1], [None], ["x"], {}, {"a": 1}, True, float("nan"), 2**40]
+HF = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+    "eos_token_id": 2,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "hidden_act": "silu",
+    "layer_types": None,
+    "use_sliding_window": True,
+    "sliding_window": None,
+    "max_window_layers": 1,
+    "sliding_window_pattern": 6,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "n_inner": 4,
+    "architectures": None,
+}
+GGUF = {
+    "embedding_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "block_count": 2,
+    "feed_forward_length": 128,
+    "context_length": 128,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.sliding_window": 4,
+    "attention.sliding_window_pattern": 6,
+    "attention.key_length": 16,
+    "rope.freq_base": 1e4,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 2.0,
+    "rope.scaling.original_context_length": 64,
+    "vocab_size": 2,
+}
+TOKENIZER = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.eos_token_id": 1}
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_w10_whatever_one_value_is_the_metadata_is_translated_or_refused(value):
+    """Nothing else is raised, and nothing of a stated size is made."""
+    hf = [row.hf_class for row in ARCHITECTURES]
+    cases = [({**HF, "architectures": [name], key: value}, ModelConfig.from_hf) for name in hf for key in HF]
+    for name in ("llama", "qwen3", "gemma3", "gpt2"):
+        good = {f"{name}.{key}": item for key, item in GGUF.items()}
+        good |= {**TOKENIZER, "general.architecture": name}
+        cases += [({**good, key: value}, ModelConfig.from_gguf) for key in good]
+    for metadata, translate in cases:
+        with contextlib.suppress(UnsupportedModelError):
+            translate(metadata)
+
+
+@pytest.mark.parametrize(
+    ("good", "key", "translate"),
+    [
+        (
+            HF | {"architectures": ["MistralForCausalLM"], "sliding_window": 8},
+            "num_hidden_layers",
+            ModelConfig.from_hf,
+        ),
+        (
+            {f"llama.{k}": v for k, v in GGUF.items()} | TOKENIZER | {"general.architecture": "llama"},
+            "llama.block_count",
+            ModelConfig.from_gguf,
+        ),
+    ],
+    ids=["hf", "gguf"],
+)
+def test_w10_a_number_of_layers_is_bounded_before_they_are_listed(good, key, translate):
+    assert translate(good).sliding_layers == (0, 1)
+    with pytest.raises(UnsupportedModelError, match="at most 4096 layers"):
+        translate({**good, key: 2**40})

@@ -91,15 +91,11 @@ def run(
 
 def token_ids(model: str, text: Path) -> list[int]:
     """The ids of the whole text under the model's tokenizer."""
-    from octavo.tokenizer import Tokenizer
+    from octavo.engine.build import read_tokenizer
     from octavo.weights import hub
     from octavo.weights.load import open_checkpoint
 
-    checkpoint = open_checkpoint(hub.resolve(model))
-    if checkpoint.kind == "hf":
-        tokenizer = Tokenizer.from_hf(checkpoint.path)
-    else:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    tokenizer = read_tokenizer(open_checkpoint(hub.resolve(model)))
     return tokenizer.encode(text.read_text(encoding="utf-8"))
 
 

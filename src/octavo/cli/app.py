@@ -55,9 +55,9 @@ def _root(
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for a usage error, 130 for Ctrl-C, 1 for the rest."""
     # A byte that is not UTF-8 must reach the engine's own check, and an odd terminal must not end us.
-    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if stream is not None:  # closed by whoever started us
+            stream.reconfigure(errors=errors)  # type: ignore[union-attr]
     sys.exit(exit_code(sys.argv[1:] if args is None else args))
 
 

@@ -13,7 +13,7 @@ import typer
 
 from octavo.cli import options as opt
 from octavo.cli.errors import USAGE, plainly
-from octavo.cli.run import DEFAULT_MODEL
+from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from rich.console import Console

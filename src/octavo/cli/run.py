@@ -14,11 +14,10 @@ from octavo.cli import options as opt
 from octavo.cli.answer import Answer, InterruptFlag, receive
 from octavo.cli.errors import INTERRUPTED, USAGE, CommandError, plainly
 from octavo.request import SamplingParams
+from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-// Interfaces between the driver (attention.cpp), the instruction sets (isa_*.cpp) and the module.
+// Interfaces between the driver (plan.cpp), the instruction sets (isa_*.cpp) and the module.
 //
 // This header holds plain data and declarations only: it is included by translation units that are
 // compiled for different instruction sets, so an inline function here could be emitted for AVX2 and

@@ -102,7 +102,7 @@ private:
     int64_t memory_size_ = 0;
 };
 
-// Scatters rows of k and v ([num_tokens, num_kv_heads, head_dim], tokens row_stride elements apart)
+// Scatters rows of k and v ([num_tokens, num_kv_heads, head_dim], tokens k_stride and v_stride elements apart)
 // into the cache; slot -1 is skipped. Throws std::invalid_argument for a slot outside the cache,
 // before anything is written.
 struct WriteArgs {

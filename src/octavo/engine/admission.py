@@ -35,12 +35,12 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
                 raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
 
 
-def check_service(priority: object, cache_salt: object) -> None:
-    """Refuses a priority that has no order among whole numbers, and a salt that is no text."""
+def check_place(priority: int, cache_salt: str) -> None:
+    """Refuses what the queue could not sort and the prefix cache could not hash."""
     if not isinstance(priority, int):
-        raise ValueError(f"priority must be a whole number, got {priority!r}")
+        raise ValueError(f"priority must be a whole number, got {priority!r:.80}")
     if not isinstance(cache_salt, str):
-        raise ValueError(f"cache_salt must be text, got {type(cache_salt).__name__}")
+        raise ValueError(f"cache_salt must be a string, got {cache_salt!r:.80}")
 
 
 def resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:

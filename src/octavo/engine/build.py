@@ -76,15 +76,15 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
     """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
-    config = read_config(checkpoint)
-    if checkpoint.kind == "hf":
-        tokenizer = Tokenizer.from_hf(checkpoint.path)
-    else:
-        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    config, tokenizer = read_config(checkpoint), read_tokenizer(checkpoint)
     decoder = Decoder(config, device)
     to_canonical = partial(canonical, config.architecture)
     load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
     decoder.pack()
+    if not decoder.packed:
+        log.warning(
+            "torch cannot pack weights here: linear layers run on plain ones, at up to twice the time"
+        )
     return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
 
 
@@ -128,6 +128,13 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
     if isinstance(checkpoint.source, GGUFFile):
         return ModelConfig.from_gguf(checkpoint.metadata, checkpoint.source.tensors.keys())
     return ModelConfig.from_hf(checkpoint.metadata)
+
+
+def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that the checkpoint brings. Raises ValueError for one that is not known exactly."""
+    if checkpoint.kind == "hf":
+        return Tokenizer.from_hf(checkpoint.path)
+    return Tokenizer.from_gguf(checkpoint.metadata)
 
 
 def isa(attention: str) -> str:

@@ -110,7 +110,7 @@ class Engine:
         """
         ids = admission.check_prompt(prompt_token_ids, self.vocab_size, self.max_model_len)
         admission.check_params(params, self.vocab_size)
-        admission.check_service(priority, cache_salt)
+        admission.check_place(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
@@ -152,8 +152,6 @@ class Engine:
         """
         start = time.monotonic()
         output = self._scheduler.schedule()
-        for request in output.ended:
-            self._close(*self._owner[request.id])
         if output.scheduled:
             self._note_first_scheduled(output, start)
             try:
@@ -163,7 +161,7 @@ class Engine:
                 self._drop(output)
                 raise
             self._note_step(time.monotonic() - start)
-        elif self._scheduler.has_unfinished() and not output.ended:
+        elif self._scheduler.has_unfinished():
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
         touched, self._touched = self._touched, {}
         for entry in touched.values():
@@ -261,7 +259,8 @@ class Engine:
                 choice.logprobs.append(self._with_text(found))
                 choice.cumulative_logprob += found[result.tokens[request.id]].logprob
             if not ended_by_token or request.params.include_stop_str_in_output:
-                choice.text += choice.detokenizer.push(request.output_token_ids[-1])
+                early = len(request.output_token_ids) <= request.params.min_tokens
+                choice.text += choice.detokenizer.push(request.output_token_ids[-1], check_stop=not early)
         except Exception as error:  # noqa: BLE001 - text that cannot be made costs its own request only
             self._fail(entry, choice, _no_text(error))
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,8 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
 from octavo.engine.step import BlockCopy, ScheduledRequest
 from octavo.request import Logprob, Request
+
+log = logging.getLogger("octavo")
 
 #: Prompt positions whose logits exist at the same time while a prompt is scored.
 SCORE_ROWS = 64
@@ -84,7 +87,9 @@ class Runner:
         """
         try:
             return self._compute(scheduled)
-        except Exception:  # noqa: BLE001 - whatever it is, it must only cost the request that causes it
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must only cost the request that causes it
+            name = type(error).__name__
+            log.warning("a step of %d requests failed (%s: %s): each runs alone", len(scheduled), name, error)
             result = StepResult()
             for share in scheduled:
                 result.add(self._compute_alone(share))

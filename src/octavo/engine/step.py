@@ -45,9 +45,6 @@ class SchedulerOutput:
     scheduled: tuple[ScheduledRequest, ...]
     copies: tuple[BlockCopy, ...] = ()
     preempted: tuple[Request, ...] = ()
-    #: Requests that ended while scheduling; always empty with this scheduler, which ends a request
-    #: that can never be served in add() or update().
-    ended: tuple[Request, ...] = field(default=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,11 @@ class KVLayer(NamedTuple):
 
 
 class Kernel(Protocol):
-    """What a backend module provides."""
+    """What a backend module provides.
+
+    It may also have ``write_kv(key, value, k, v, slot_mapping)``, which stores a step's rows in one layer's
+    cache in place of ``KVCache.write``.
+    """
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """One sentence why this backend cannot serve ``spec``, or None when it can."""

@@ -8,10 +8,12 @@ from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
 
 
 def why_not(spec: AttentionSpec) -> str | None:
+    """See ``octavo.kernels.api.Kernel.why_not``: it serves everything."""
     return None
 
 
 def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> AttentionMeta:
+    """Nothing is worth computing ahead here."""
     return meta
 
 
