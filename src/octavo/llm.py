@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - every option of the engine, by name
         self,
-        model: str = "smollm2-135m-instruct",
+        model: str | os.PathLike[str] = "smollm2-135m-instruct",
         *,
         attention: str = "fused",
         block_size: int = 16,
@@ -77,6 +78,8 @@ class LLM:
     ) -> None:
         from octavo.engine.build import build_engine
 
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a name or a path, got {type(model).__name__}")
         config = EngineConfig(
             model=str(model),
             cache=CacheConfig(
@@ -186,7 +189,8 @@ class LLM:
         """
         encode = self._encoder(prompt)
         text = prompt if isinstance(prompt, str) else None
-        yield from self._stream(_Job(text, encode, sampling_params or SamplingParams(), priority, cache_salt))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        yield from self._stream(_Job(text, encode, params, priority, cache_salt))
 
     def stream_chat(
         self,
@@ -198,7 +202,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """As :meth:`stream`, for one conversation through the model's chat template."""
         encode = self._chat_encoder(messages)
-        yield from self._stream(_Job(None, encode, sampling_params or SamplingParams(), priority, cache_salt))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        yield from self._stream(_Job(None, encode, params, priority, cache_salt))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -230,9 +235,11 @@ class LLM:
         cache_salt: str | Sequence[str] | None,
     ) -> list[_Job]:
         count = len(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), SamplingParams, count)
-        priorities = _one_each("priority", 0 if priority is None else priority, int, count)
-        salts = _one_each("cache_salt", cache_salt or "", str, count)
+        params = _one_each(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, count
+        )
+        priorities = _one_each("priority", 0 if priority is None else priority, count)
+        salts = _one_each("cache_salt", "" if cache_salt is None else cache_salt, count)
         return [_Job(*p, *rest) for p, *rest in zip(prompts, params, priorities, salts, strict=True)]
 
     def _submit(self, job: _Job) -> str:
@@ -355,10 +362,10 @@ def _as_conversations(
     return list(messages)  # type: ignore[arg-type]
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    if isinstance(value, kind):
+def _one_each(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all prompts, or a list of one for each; what they are is checked at admission."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
-    return values
+    if len(value) != count:
+        raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+    return list(value)

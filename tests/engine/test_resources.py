@@ -33,7 +33,8 @@ def test_sizes(text, num_bytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB "]
+    "text",
+    ["", "GiB", "2 parsecs", "-1GiB", "0", 0, -5, 1.5, True, None, "1e9", "٣GiB ", "9" * 400, 2**63, 10**400],
 )
 def test_bad_sizes_are_refused_in_one_sentence(text):
     with pytest.raises(ValueError, match="a size"):
@@ -138,3 +139,9 @@ def test_options_out_of_range(options, words):
 def test_a_given_size_is_used_whole():
     resolved, _ = resources.resolve(config(kv_cache_memory=BLOCK * 70 + 5), MODEL, GIB)
     assert resolved.cache.num_blocks == 70
+
+
+def test_blocks_that_no_memory_can_hold_are_refused():
+    config = EngineConfig(model="m", cache=CacheConfig(num_blocks=10**6))
+    with pytest.raises(ValueError, match=r"num_blocks of 1000000 take .* more than the 1.0 GiB"):
+        resources.resolve(config, MODEL, GIB)

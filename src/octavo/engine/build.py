@@ -19,12 +19,17 @@ from octavo.engine.scheduler import Scheduler
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
+from octavo.request import check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
 from octavo.weights.load import Checkpoint, load_model, open_checkpoint
 
 log = logging.getLogger("octavo")
+
+MAX_THREADS = 1024
+#: A block's number is an int32 in the block table.
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ def build_engine(config: EngineConfig) -> Engine:
 def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
     """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
     config = read_config(checkpoint)
+    _check_size(config, checkpoint)
     if checkpoint.kind == "hf":
         tokenizer = Tokenizer.from_hf(checkpoint.path)
     else:
@@ -118,6 +124,17 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
     return ModelConfig.from_hf(checkpoint.metadata)
 
 
+def _check_size(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse, before anything of that size is made, a model that its own files cannot hold."""
+    # No storage type that is read puts more than two weights into a byte.
+    most = 2 * checkpoint.num_bytes
+    if config.min_weights > most:
+        raise ValueError(
+            f"the metadata of {checkpoint.path.name} describes a model of at least {config.min_weights} "
+            f"weights, but its {checkpoint.num_bytes} bytes can hold no more than {most}"
+        )
+
+
 def isa(attention: str) -> str:
     """The instruction set that the attention backend computes with on this machine."""
     if attention == "fused":
@@ -152,14 +169,38 @@ def prefix_fingerprint(
 
 
 def _check(config: EngineConfig) -> None:
-    if config.num_threads is not None and config.num_threads < 1:
-        raise ValueError(f"num_threads must be at least 1, got {config.num_threads}")
-    if config.cache.kv_dtype not in DTYPES:
-        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {config.cache.kv_dtype!r}")
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(config.scheduler, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config.scheduler, name)}")
+    cache, limits = config.cache, config.scheduler
+    check_int("block_size", cache.block_size, 1, 256)
+    check_int("max_num_seqs", limits.max_num_seqs, 1)
+    check_int("max_num_batched_tokens", limits.max_num_batched_tokens, 1)
+    if config.num_threads is not None:
+        check_int("num_threads", config.num_threads, 1, MAX_THREADS)
+    if cache.num_blocks is not None:
+        check_int("num_blocks", cache.num_blocks, 1, MAX_BLOCKS)
+    if limits.max_model_len is not None:
+        check_int("max_model_len", limits.max_model_len, 1)
+    if not isinstance(cache.enable_prefix_caching, bool):
+        raise ValueError(
+            f"enable_prefix_caching must be True or False, got {cache.enable_prefix_caching!r:.100}"
+        )
+    if config.seed is not None and not is_int(config.seed):
+        raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
+    if cache.kv_dtype not in DTYPES:
+        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
+    if config.device != "cpu":
+        _check_device(config.device)
     resources.check_block_size(config.cache.block_size)
+
+
+def _check_device(device: str) -> None:
+    if not isinstance(device, str):
+        raise ValueError(f'device must be text such as "cpu", got {device!r:.100}')
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        # torch lists reasons over many lines; the first names the device.
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
 def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 from octavo.cache.kv_cache import bytes_per_block
@@ -30,13 +31,13 @@ def parse_size(size: str | int) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
-        value = int(float(match[1]) * _UNITS[match[2].upper()])
+        value = int(Decimal(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(size, int) and not isinstance(size, bool):
         value = size
     else:
         raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
-    if value < 1:
-        raise ValueError(f"a size must be at least 1 byte, got {size!r}")
+    if not 1 <= value < 2**63:
+        raise ValueError(f"a size must be at least 1 byte and below 8 EiB, got {size!r:.100}")
     return value
 
 
@@ -172,6 +173,11 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
         num_blocks = cache.num_blocks
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        if num_blocks * per_block > available:
+            raise ValueError(
+                f"num_blocks of {num_blocks} take {format_size(num_blocks * per_block)}, more than the "
+                f"{format_size(available)} that the process may still use"
+            )
     elif cache.kv_cache_memory is not None:
         num_bytes = parse_size(cache.kv_cache_memory)
         num_blocks = num_bytes // per_block
