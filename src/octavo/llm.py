@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - every option of the engine, by name
         self,
-        model: str = DEFAULT_MODEL,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         attention: str = "fused",
         block_size: int = 16,
@@ -78,6 +79,8 @@ class LLM:
     ) -> None:
         from octavo.engine.build import build_engine
 
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"model must be a name or a path, got {type(model).__name__}")
         config = EngineConfig(
             model=str(model),
             cache=CacheConfig(
@@ -187,7 +190,8 @@ class LLM:
         """
         encode = self._encoder(prompt)
         text = prompt if isinstance(prompt, str) else None
-        yield from self._stream(_Job(text, encode, sampling_params or SamplingParams(), priority, cache_salt))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        yield from self._stream(_Job(text, encode, params, priority, cache_salt))
 
     def stream_chat(
         self,
@@ -199,7 +203,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """As :meth:`stream`, for one conversation through the model's chat template."""
         encode = self._chat_encoder(messages)
-        yield from self._stream(_Job(None, encode, sampling_params or SamplingParams(), priority, cache_salt))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        yield from self._stream(_Job(None, encode, params, priority, cache_salt))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

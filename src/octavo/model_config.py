@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.model_metadata import RopeConfig, UnsupportedModelError, gguf_fields, hf_fields
+from octavo.metadata_kinds import MAX_SIZE, UnsupportedModelError, check_number, check_size
+from octavo.model_metadata import RopeConfig, gguf_fields, hf_fields
 
 __all__ = ["ModelConfig", "RopeConfig", "UnsupportedModelError"]
 
@@ -59,18 +60,26 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for size in _SIZES:
-            value = getattr(self, size)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UnsupportedModelError(f"{size} must be a positive integer, got {value!r}")
+            check_size(size, getattr(self, size))
+        for name in ("norm_eps", "embedding_scale", "attention_scale"):
+            if getattr(self, name) is not None:
+                check_number(getattr(self, name), name)
+        named = self.eos_token_ids if self.bos_token_id is None else (self.bos_token_id, *self.eos_token_ids)
+        for token_id in named:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise UnsupportedModelError(
+                    f"bos and eos token ids must be integers of 0 or more, got {token_id!r:.100}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise UnsupportedModelError(f"rotary positions need an even head_dim, got {self.head_dim}")
-        if self.sliding_layers and (type(self.sliding_window) is not int or self.sliding_window < 1):
+        window = self.sliding_window
+        if self.sliding_layers and (type(window) is not int or not 1 <= window <= MAX_SIZE):
             raise UnsupportedModelError(
-                f"sliding layers need a sliding_window of at least 1 token, got {self.sliding_window!r}"
+                f"sliding layers need a sliding_window of at least 1 token, got {window!r:.100}"
             )
 
     @classmethod
@@ -97,6 +106,16 @@ class ModelConfig:
         Raises UnsupportedModelError as ``from_hf`` does.
         """
         return cls(**gguf_fields(metadata, tensor_names))
+
+    @property
+    def min_weights(self) -> int:
+        """How many numbers the matrices hold; a checkpoint of the model brings no fewer."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = heads + (3 if self.gated_mlp else 2) * self.intermediate_size
+        rows = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        if self.positions == "learned":
+            rows += self.max_position_embeddings
+        return self.hidden_size * (self.num_layers * layer + rows)
 
     @property
     def softmax_scale(self) -> float:

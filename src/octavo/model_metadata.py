@@ -6,8 +6,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: Layers are made one by one and no tensor's size bounds their stated number, so this does.
-MAX_LAYERS = 4096
+from octavo.metadata_kinds import (
+    GGUF_KINDS,
+    GGUF_TOKENIZER_KINDS,
+    HF_KINDS,
+    MAX_LAYERS,
+    UnsupportedModelError,
+    check_kinds,
+    check_number,
+    check_size,
+    need,
+    size_of,
+)
 
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
@@ -20,8 +30,15 @@ _ACTIVATIONS = {
 }
 
 
-class UnsupportedModelError(ValueError):
-    """The metadata asks for something that this decoder does not do, or lacks what it needs."""
+_ROPE_NUMBERS = (
+    "theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +61,15 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.original_max_position_embeddings is not None:
+            check_size("original_max_position_embeddings", self.original_max_position_embeddings)
+        for name in _ROPE_NUMBERS:
+            if getattr(self, name) is not None:
+                check_number(getattr(self, name), f"rope's {name}")
+        for name in ("mscale", "mscale_all_dim"):  # 0 means that it is not used
+            check_number(getattr(self, name) or 1.0, f"rope's {name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +98,6 @@ ARCHITECTURES = (
 
 def _hf_architecture(config: Mapping[str, Any]) -> str:
     classes = config.get("architectures") or []
-    if not isinstance(classes, list | tuple):
-        raise UnsupportedModelError(f"architectures must be a list of names, got {classes!r:.80}")
     model_type = config.get("model_type")
     if "Gemma3ForConditionalGeneration" in classes or model_type == "gemma3":
         raise UnsupportedModelError(
@@ -89,42 +113,8 @@ def _hf_architecture(config: Mapping[str, Any]) -> str:
     )
 
 
-def _need(mapping: Mapping[str, Any], key: str, where: str) -> Any:
-    value = mapping.get(key)
-    if value is None:
-        raise UnsupportedModelError(f"{where} lacks {key!r}")
-    return value
-
-
-def _size(mapping: Mapping[str, Any], key: str, where: str) -> int:
-    value = _need(mapping, key, where)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UnsupportedModelError(f"{key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _layers(mapping: Mapping[str, Any], key: str, where: str) -> int:
-    value = _size(mapping, key, where)
-    if value > MAX_LAYERS:
-        raise UnsupportedModelError(f"{key} is {value}, at most {MAX_LAYERS} layers are allowed")
-    return value
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key) or {}
-    if not isinstance(value, Mapping):
-        raise UnsupportedModelError(f"{key} must be an object, got {value!r:.80}")
-    return value
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise UnsupportedModelError(f"{name} must be a positive number, got {value!r}")
-    return float(value)
-
-
 def _activation(name: Any) -> str:
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
+    if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
             f"activation {name!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}"
         )
@@ -132,11 +122,9 @@ def _activation(name: Any) -> str:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """End tokens, however they are listed; what is no id ends nothing and is refused."""
-    ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    if not all(type(i) is int for i in ids):
-        raise UnsupportedModelError(f"eos_token_id must be a token id or a list of them, got {value!r:.80}")
-    return ids
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
 def _first(value: Any) -> Any:
@@ -160,21 +148,22 @@ def _scaled_length(stated: int, rope: RopeConfig) -> int:
 
 def _hf_rope_parameters(config: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """``rope_parameters`` is flat, or keyed by the kind of layer (always so for Gemma 3)."""
-    given = _mapping(config, "rope_parameters")
+    given: Mapping[str, Any] = config.get("rope_parameters") or {}
     kinds = [given[k] for k in ("full_attention", "sliding_attention") if k in given]
     if _hf_architecture(config) == "gemma3":
         if given and not kinds:
             raise UnsupportedModelError(
                 "gemma3 needs rope_parameters keyed by 'full_attention' and 'sliding_attention'"
             )
-        return _mapping(given, kind)
+        return given.get(kind) or {}
     if not kinds:
         return given
     if kinds[0] is None or any(k != kinds[0] for k in kinds):
         raise UnsupportedModelError(
             "rope_parameters that differ between kinds of layers are supported for gemma3 only"
         )
-    return _mapping(given, "full_attention" if "full_attention" in given else "sliding_attention")
+    first: Mapping[str, Any] = kinds[0]
+    return first
 
 
 def _hf_rope(config: Mapping[str, Any], kind: str, theta: float, scaling: Mapping[str, Any]) -> RopeConfig:
@@ -189,11 +178,11 @@ def _hf_rope(config: Mapping[str, Any], kind: str, theta: float, scaling: Mappin
         )
     for source in (config, parameters):
         _refuse(source, partial_rotary_factor=(None, 1, 1.0))
-    theta = _number(parameters.get("rope_theta") or theta, "rope_theta")
+    theta = check_number(parameters.get("rope_theta") or theta, "rope_theta")
     if scaling_type == "none":
         return RopeConfig(theta=theta)
 
-    stated = _size(config, "max_position_embeddings", "config.json")
+    stated = size_of(config, "max_position_embeddings", "config.json")
     original = config.get("original_max_position_embeddings") or parameters.get(
         "original_max_position_embeddings"
     )
@@ -201,7 +190,7 @@ def _hf_rope(config: Mapping[str, Any], kind: str, theta: float, scaling: Mappin
     if scaling_type != "linear":
         original = original or stated
     if factor is None and scaling_type == "yarn":
-        factor = stated / _number(original, "original_max_position_embeddings")
+        factor = stated / check_number(original, "original_max_position_embeddings")
     needed = {"factor": factor}
     if scaling_type == "llama3":
         needed |= {key: parameters.get(key) for key in ("low_freq_factor", "high_freq_factor")}
@@ -210,7 +199,7 @@ def _hf_rope(config: Mapping[str, Any], kind: str, theta: float, scaling: Mappin
             raise UnsupportedModelError(
                 f"rope scaling {scaling_type!r} needs {key!r}, which config.json lacks"
             )
-    numbers = {key: _number(value, f"rope scaling's {key}") for key, value in needed.items()}
+    numbers = {key: check_number(value, f"rope scaling's {key}") for key, value in needed.items()}
     return RopeConfig(
         theta=theta,
         scaling=scaling_type,
@@ -231,7 +220,7 @@ def _hf_sliding_layers(config: Mapping[str, Any], architecture: str, num_layers:
         return tuple(range(num_layers))
     types = config.get("layer_types")
     if types is not None:
-        unknown = set(types) - {"full_attention", "sliding_attention"}
+        unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
         if unknown or len(types) != num_layers:
             raise UnsupportedModelError(
                 f"layer_types must name full_attention or sliding_attention for each of {num_layers} layers, "
@@ -247,7 +236,7 @@ def _hf_sliding_layers(config: Mapping[str, Any], architecture: str, num_layers:
 def _hf_common(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return {
         "architecture": architecture,
-        "vocab_size": _size(config, "vocab_size", "config.json"),
+        "vocab_size": size_of(config, "vocab_size", "config.json"),
         "bos_token_id": _first(config.get("bos_token_id")),
         "eos_token_ids": _ids(config.get("eos_token_id")),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
@@ -262,13 +251,13 @@ def _hf_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         scale_attn_by_inverse_layer_idx=(None, False),
         add_cross_attention=(None, False),
     )
-    hidden, heads = (_size(config, key, "config.json") for key in ("n_embd", "n_head"))
+    hidden, heads = (size_of(config, key, "config.json") for key in ("n_embd", "n_head"))
     return dict(
         **_hf_common(config, "gpt2"),
         **_gpt2_shape(hidden, heads),
         intermediate_size=config.get("n_inner") or 4 * hidden,
-        num_layers=_layers(config, "n_layer", "config.json"),
-        max_position_embeddings=_size(config, "n_positions", "config.json"),
+        num_layers=size_of(config, "n_layer", "config.json"),
+        max_position_embeddings=size_of(config, "n_positions", "config.json"),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         activation=_activation(config.get("activation_function", "gelu_new")),
     )
@@ -292,6 +281,8 @@ def _gpt2_shape(hidden: int, heads: int) -> dict[str, Any]:
 
 
 def hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    check_kinds(config, HF_KINDS)
+    check_kinds(config.get("rope_parameters") or {}, HF_KINDS)
     architecture = _hf_architecture(config)
     if config.get("quantization_config"):
         raise UnsupportedModelError(
@@ -307,16 +298,16 @@ def hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         use_bidirectional_attention=(None, False),
     )
     hidden, heads, stated = (
-        _size(config, key, "config.json")
+        size_of(config, key, "config.json")
         for key in ("hidden_size", "num_attention_heads", "max_position_embeddings")
     )
-    layers = _layers(config, "num_hidden_layers", "config.json")
+    layers = size_of(config, "num_hidden_layers", "config.json", MAX_LAYERS)
     gemma, attention_bias = architecture == "gemma3", bool(config.get("attention_bias", False))
     head_dim = config.get("head_dim") or {"gemma3": 256, "qwen3": 128}.get(architecture) or hidden // heads
     window = config.get("sliding_window") if architecture in ("mistral", "gemma3") else None
     if architecture in ("qwen2", "qwen3") and config.get("use_sliding_window"):
         window = config.get("sliding_window")
-    scaling = _mapping(config, "rope_scaling")
+    scaling = config.get("rope_scaling") or {}
     rope = _hf_rope(config, "full_attention", config.get("rope_theta") or (1e6 if gemma else 1e4), scaling)
     specific: dict[str, Any] = {}
     if gemma:
@@ -324,7 +315,7 @@ def hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "norm_weight_offset": 1.0,
             "post_norms": True,
             "embedding_scale": hidden**0.5,
-            "attention_scale": _number(config.get("query_pre_attn_scalar", 256), "query_pre_attn_scalar")
+            "attention_scale": check_number(config.get("query_pre_attn_scalar", 256), "query_pre_attn_scalar")
             ** -0.5,
             "rope_local": _hf_rope(
                 config, "sliding_attention", config.get("rope_local_base_freq") or 1e4, {}
@@ -334,7 +325,7 @@ def hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         **_hf_common(config, architecture),
         **specific,
         hidden_size=hidden,
-        intermediate_size=_size(config, "intermediate_size", "config.json"),
+        intermediate_size=size_of(config, "intermediate_size", "config.json"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -360,7 +351,7 @@ def _gguf_rope(metadata: Mapping[str, Any], name: str, theta: float, has_factors
     def key(suffix: str) -> Any:
         return metadata.get(f"{name}.rope.{suffix}")
 
-    theta = _number(key("freq_base") or theta, f"{name}.rope.freq_base")
+    theta = check_number(key("freq_base") or theta, f"{name}.rope.freq_base")
     scaling = key("scaling.type") or "none"
     if scaling not in ("none", "linear", "yarn"):
         raise UnsupportedModelError(
@@ -378,14 +369,13 @@ def _gguf_rope(metadata: Mapping[str, Any], name: str, theta: float, has_factors
     if scaling == "none":
         return RopeConfig(theta=theta)
     factor_key = f"{name}.rope.scaling.factor"
-    original_key = f"{name}.rope.scaling.original_context_length"
-    if scaling == "yarn" and metadata.get(original_key) is None:
-        original_key = f"{name}.context_length"
-    original = None if metadata.get(original_key) is None else _size(metadata, original_key, "the GGUF file")
+    original = key("scaling.original_context_length")
+    if scaling == "yarn":
+        original = original or size_of(metadata, f"{name}.context_length", "the GGUF file")
     return RopeConfig(
         theta=theta,
         scaling=scaling,
-        factor=_number(_need(metadata, factor_key, "the GGUF file"), factor_key),
+        factor=check_number(need(metadata, factor_key, "the GGUF file"), factor_key),
         original_max_position_embeddings=original,
         beta_fast=key("scaling.yarn_beta_fast") or 32.0,
         beta_slow=key("scaling.yarn_beta_slow") or 1.0,
@@ -399,8 +389,6 @@ def _gguf_gemma3(
     # the pattern; these are the constants of the released models. 27B (62 layers) alone divides by
     # sqrt(hidden / heads).
     pattern = metadata.get("gemma3.attention.sliding_window_pattern") or 6
-    if not isinstance(pattern, int | list):
-        raise UnsupportedModelError(f"gemma3.attention.sliding_window_pattern is {pattern!r:.80}")
     sliding = pattern if isinstance(pattern, list) else [(i + 1) % pattern for i in range(layers)]
     if len(sliding) != layers:
         raise UnsupportedModelError(
@@ -413,7 +401,7 @@ def _gguf_gemma3(
         "attention_scale": metadata.get("gemma3.attention.scale")
         or (hidden / heads if layers == 62 else head_dim) ** -0.5,
         "rope_local": RopeConfig(theta=metadata.get("gemma3.rope.freq_base_swa") or 1e4),
-        "sliding_window": _size(metadata, "gemma3.attention.sliding_window", "the GGUF file"),
+        "sliding_window": size_of(metadata, "gemma3.attention.sliding_window", "the GGUF file"),
         "sliding_layers": tuple(i for i, slides in enumerate(sliding) if slides),
     }
 
@@ -423,15 +411,13 @@ def _gguf_common(
 ) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     vocab_key = f"{name}.vocab_size"
-    if tokens is not None and not isinstance(tokens, list):
-        raise UnsupportedModelError(f"tokenizer.ggml.tokens must be an array, got {tokens!r:.80}")
-    vocab_size = len(tokens) if tokens is not None else _size(metadata, vocab_key, "the GGUF file")
-    ends = [i for kind in ("eos", "eot") for i in _ids(metadata.get(f"tokenizer.ggml.{kind}_token_id"))]
+    vocab_size = len(tokens) if tokens is not None else size_of(metadata, vocab_key, "the GGUF file")
+    ends = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
     return {
         "architecture": name,
         "vocab_size": metadata.get(vocab_key) or vocab_size,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_ids": tuple(dict.fromkeys(ends)),
+        "eos_token_ids": tuple(dict.fromkeys(i for i in ends if i is not None)),
         "tie_word_embeddings": not {"output.weight", "lm_head.weight"}.intersection(tensor_names or ()),
     }
 
@@ -444,11 +430,14 @@ def gguf_fields(metadata: Mapping[str, Any], tensor_names: Collection[str] | Non
             f"GGUF architecture {name!r} is not supported; supported: {', '.join(supported)}"
         )
 
+    check_kinds(metadata, GGUF_KINDS, f"{name}.")
+    check_kinds(metadata, GGUF_TOKENIZER_KINDS, "tokenizer.ggml.")
+
     def size(key: str) -> int:
-        return _size(metadata, f"{name}.{key}", "the GGUF file")
+        return size_of(metadata, f"{name}.{key}", "the GGUF file")
 
     hidden, heads = size("embedding_length"), size("attention.head_count")
-    layers = _layers(metadata, f"{name}.block_count", "the GGUF file")
+    layers = size_of(metadata, f"{name}.block_count", "the GGUF file", MAX_LAYERS)
     common = _gguf_common(metadata, name, tensor_names)
     common |= {
         "intermediate_size": size("feed_forward_length"),
@@ -462,12 +451,12 @@ def gguf_fields(metadata: Mapping[str, Any], tensor_names: Collection[str] | Non
             norm_eps=metadata.get("gpt2.attention.layer_norm_epsilon", 1e-5),
             activation="gelu_tanh",
         )
-    key_length = metadata.get(f"{name}.attention.key_length")
-    head_dim = size("attention.key_length") if key_length else hidden // heads
+    head_dim = metadata.get(f"{name}.attention.key_length") or hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
-        found = metadata.get(f"{name}.{key}")
-        if found is not None and found != head_dim:
-            raise UnsupportedModelError(f"{name}.{key} ({found}) must equal the head_dim ({head_dim})")
+        if metadata.get(f"{name}.{key}", head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{name}.{key} ({metadata[f'{name}.{key}']}) must equal the head_dim ({head_dim})"
+            )
     has_factors = tensor_names is not None and "rope_freqs.weight" in tensor_names
     rope = _gguf_rope(metadata, name, 1e6 if name == "gemma3" else 1e4, has_factors)
     window = metadata.get(f"{name}.attention.sliding_window")
@@ -481,8 +470,8 @@ def gguf_fields(metadata: Mapping[str, Any], tensor_names: Collection[str] | Non
         num_kv_heads=metadata.get(f"{name}.attention.head_count_kv") or heads,
         head_dim=head_dim,
         max_position_embeddings=_scaled_length(size("context_length"), rope),
-        norm_eps=_number(
-            _need(metadata, f"{name}.attention.layer_norm_rms_epsilon", "the GGUF file"), "the norm's epsilon"
+        norm_eps=check_number(
+            need(metadata, f"{name}.attention.layer_norm_rms_epsilon", "the GGUF file"), "the norm's epsilon"
         ),
         activation="gelu_tanh" if name == "gemma3" else "silu",
         qkv_bias=name == "qwen2",

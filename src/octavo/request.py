@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
@@ -17,9 +18,9 @@ MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 100.0
 #: Below this a temperature is treated as 0 (greedy): dividing by it would overflow float32.
 MIN_TEMPERATURE = 1e-3
-#: Beyond these, what is added to or multiplied with a float32 logit could overflow it.
-MAX_LOGIT_BIAS = 1e6
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+#: Logits are float32: within these bounds nothing that is done to one can overflow.
+MAX_LOGIT_BIAS = 1e9
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
 
 
 class Status(enum.Enum):
@@ -43,15 +44,14 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: keep the k most probable tokens; 0 or -1 keeps all; clamped to the vocabulary.
         min_p: drop tokens less probable than ``min_p`` times the most probable one, in [0, 1].
-        repetition_penalty: in [0.01, 100]; counts tokens of the prompt and of the output.
+        repetition_penalty: in [0.001, 1000]; counts tokens of the prompt and of the output.
         presence_penalty: in [-2, 2]; counts tokens of the output only.
         frequency_penalty: in [-2, 2]; counts tokens of the output only.
-        logit_bias: token id -> number added to its logit, up to a million (-inf forbids the token).
+        logit_bias: token id -> number added to its logit, in [-1e9, 1e9]; -inf forbids the token.
         seed: makes the draw reproducible, alone or in any batch; drawn at admission when None.
         stop: strings that end the text; the text ends before them.
         stop_token_ids: token ids that end the text, beside the model's own end tokens.
-        min_tokens: end tokens are forbidden, and stop strings are plain text, before this many output
-            tokens.
+        min_tokens: before this many output tokens end tokens are forbidden, and stop strings end nothing.
         max_tokens: output tokens at most; 0 scores the prompt only; None is the rest of the context.
         ignore_eos: go on past the model's end tokens.
         logprobs: report the log-probabilities of this many best tokens (and of the chosen one).
@@ -81,63 +81,34 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        self._check_types()
-        _check_range("n", self.n, 1, MAX_N)
+        check_int("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < -1:
-            raise ValueError(f"top_k must be -1 or 0 (all tokens) or positive, got {self.top_k}")
+        if not _is_real(self.top_p) or not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r:.100}")
+        check_int("top_k", self.top_k, -1)
         _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range(
-            "repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        )
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        _check_range("repetition_penalty", self.repetition_penalty, low, high)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token_id, bias in (self.logit_bias or {}).items():
-            if bias != -math.inf:
-                _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_logit_bias(self.logit_bias)
         if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if len(self.stop_strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}")
-        if any(not s for s in self.stop_strings):
-            raise ValueError("stop must not contain an empty string: it would end every text at once")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise ValueError(f"max_tokens must be 0 or more, got {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must be 0 or more, got {self.min_tokens}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 0)
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(
+                    f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+                )
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_range(name, value, 0, MAX_LOGPROBS)
-
-    def _check_types(self) -> None:
-        for name in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            may_be_none = name not in ("n", "top_k", "min_tokens")
-            if not (_is_a(value, Integral) or (value is None and may_be_none)):
-                raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            if not _is_a(getattr(self, name), Real):
-                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r:.80}")
-        bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping) or not all(_is_a(value, Real) for value in bias.values()):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
-        stops = () if self.stop is None else self.stop
-        if not isinstance(stops, Sequence) or not all(isinstance(stop, str) for stop in stops):
-            raise ValueError(f"stop must be a string or a list of strings, got {stops!r:.80}")
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
-            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r:.80}")
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.100}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -152,14 +123,54 @@ class SamplingParams:
         return self.temperature < MIN_TEMPERATURE
 
 
-def _is_a(value: object, kind: type) -> bool:
-    """isinstance, but True and False are no numbers."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+def is_int(value: Any) -> bool:
+    """True for an integer of any kind but a bool, which Python counts among them."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_range(name: str, value: Any, low: float, high: float) -> None:
+    if not _is_real(value) or not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value!r:.100}")
+
+
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Refuse with a ValueError what is no integer from ``low`` to ``high`` (None: without end)."""
+    if not is_int(value) or value < low or (high is not None and value > high):
+        span = f"{low} or more" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be a whole number, {span}, got {value!r:.100}")
+
+
+def _check_logit_bias(logit_bias: Any) -> None:
+    if logit_bias is None:
+        return
+    if not isinstance(logit_bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {logit_bias!r:.100}")
+    for token_id, bias in logit_bias.items():
+        if not is_int(token_id):
+            raise ValueError(f"logit_bias must map token ids to numbers, got the id {token_id!r:.100}")
+        if bias != -math.inf:
+            _check_range(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_stop(stop: Any) -> None:
+    if stop is None:
+        return
+    strings = [stop] if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence | Set) or not all(isinstance(text, str) for text in strings):
+        raise ValueError(f"stop must be a string or a list of strings, got {stop!r:.100}")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(strings)}")
+    if not all(strings):
+        raise ValueError("stop must not contain an empty string: it would end every text at once")
+
+
+def _check_stop_token_ids(ids: Any) -> None:
+    if ids is not None and (not isinstance(ids, Sequence | Set) or not all(map(is_int, ids))):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r:.100}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

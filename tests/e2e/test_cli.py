@@ -92,6 +92,7 @@ def test_version():
         (["run", "--attention", "magic"], ["--attention", "fused, sdpa, bmm, loop", "magic"]),
         (["run", "--kv-dtype", "int3"], ["float32, float16", "int3"]),
         (["run", "--kv-cache-memory", "lots"], ["--kv-cache-memory", "2GiB", "lots"]),
+        (["run", "--kv-cache-memory", "9" * 400], ["--kv-cache-memory", "below 8 EiB"]),
         (["run", "--block-size", "12"], ["power of two", "12"]),
         (["run", "--max-model-len", "8q"], ["8k", "8q"]),
         (["run", "--max-model-len", "0"], ["--max-model-len", "'0'"]),
@@ -99,7 +100,7 @@ def test_version():
         (["run", "--temperature", "hot"], ["--temperature"]),
         (["run", "--temperature", "999999"], ["temperature must be between 0.0 and 100.0"]),
         (["run", "--top-p", "-1"], ["top_p must be in (0, 1], got -1"]),
-        (["run", "--max-tokens", "-1"], ["max_tokens must be 0 or more, got -1"]),
+        (["run", "--max-tokens", "-1"], ["max_tokens must be a whole number, 0 or more, got -1"]),
         (["run", "--stop", ""], ["stop must not contain an empty string"]),
         (["run", "--json"], ["--json needs --prompt"]),
         (["run", "--raw"], ["--raw needs --prompt"]),
@@ -111,6 +112,27 @@ def test_version():
 )
 def test_bad_usage_is_exit_2_and_one_sentence(args, words):
     refused(octavo(*args), 2, *words)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full disk")
+@pytest.mark.parametrize("command", [["models"], ["run", "--help"]], ids=" ".join)
+def test_a_full_disk_under_stdout_is_exit_1_and_one_sentence(command):
+    code = "from octavo.cli import main; main()"
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [sys.executable, "-c", code, *command], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert result.returncode == 1
+    assert text(result.stderr) == "octavo: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_no_traceback(closed):
+    line = f'"{sys.executable}" -c "from octavo.cli import main; main()" models {closed}'
+    result = subprocess.run(["sh", "-c", line], capture_output=True, check=False)
+    assert result.returncode == 0
+    assert text(result.stderr) == ""
+    assert ("smollm2" in text(result.stdout)) == (closed != ">&-")
 
 
 def test_a_missing_text_is_exit_1_and_names_the_file(tmp_path):

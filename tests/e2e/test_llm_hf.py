@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,63 @@ def test_options_out_of_range_are_one_sentence(folder: Path, options: dict, word
         LLM(str(folder), **options)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"num_threads": bad} for bad in (1.5, "2", True, 0, 10**20)),
+        *({"block_size": bad} for bad in (16.0, "16", None, True)),
+        *({"num_blocks": bad} for bad in (0, 1.5, "x", 10**12)),
+        *({"max_model_len": bad} for bad in (0, -1, 1.5, "8k")),
+        *({"max_num_seqs": bad} for bad in (0.5, "2", None)),
+        *({"max_num_batched_tokens": bad} for bad in (1.5, None)),
+        *({"seed": bad} for bad in ("x", 1.5, [1])),
+        *({"device": bad} for bad in ("banana", None)),
+        {"enable_prefix_caching": "no"},
+        {"kv_dtype": None},
+        {"attention": None},
+    ],
+    ids=str,
+)
+def test_an_option_of_the_wrong_kind_is_one_sentence_that_names_it(folder: Path, options: dict) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=name) as error:
+        LLM(str(folder), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_is_a_name_or_a_path() -> None:
+    for bad in (None, 5, b"x"):
+        with pytest.raises(ValueError, match="model must be a name or a path"):
+            LLM(bad)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 5000},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 2**30},
+        {"intermediate_size": 2**30},
+        {"vocab_size": 2**30},
+        {"head_dim": 2**30},
+        {"vocab_size": 10**30},
+    ],
+    ids=str,
+)
+def test_w10_a_config_that_its_files_cannot_hold_is_refused_before_memory_is_taken(
+    folder: Path, tmp_path: Path, changes: dict
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    config = json.loads((folder / "config.json").read_text()) | {"layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"can hold no more than|the most is|head_dim"):
+        LLM(str(tmp_path), attention="sdpa", num_threads=1, num_blocks=8)
+    assert time.process_time() - start < 1.0
 
 
 def test_s14_a_length_that_the_pool_cannot_hold_is_lowered_with_one_line(

@@ -636,6 +636,39 @@ def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch
     assert "ZeroDivisionError" in output.error
 
 
+def test_a09_a_stop_string_ends_nothing_before_min_tokens(tiny):
+    (whole,) = tiny().run((prompt(5), greedy(8, ignore_eos=True)))
+    text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    assert len(text) >= 4
+    params = {"ignore_eos": True, "stop": sorted(set(text))}
+    (at_once,) = tiny().run((prompt(5), greedy(8, **params)))
+    assert (at_once.outputs[0].text, at_once.outputs[0].finish_reason) == ("", "stop")
+    (held,) = tiny().run((prompt(5), greedy(8, min_tokens=5, **params)))
+    assert len(held.outputs[0].token_ids) > 5
+    assert held.outputs[0].finish_reason == "stop"
+    assert text.startswith(held.outputs[0].text)
+    (to_the_end,) = tiny().run((prompt(5), greedy(8, min_tokens=8, **params)))
+    assert (to_the_end.outputs[0].text, to_the_end.outputs[0].token_ids) == (text, ids)
+    assert to_the_end.outputs[0].finish_reason == "length"
+
+
+def test_t04_a_stop_that_only_an_unfinished_character_completes(tiny):
+    """0xC3 (id from its letter) begins a character of two bytes that never ends."""
+    t = tiny()
+    lead = next(i for i in range(256) if t.engine.tokenizer.vocabulary.bytes_of(i) == b"\xc3")
+    params = SamplingParams(temperature=0.0, max_tokens=1, logit_bias={lead: 1e6}, stop=["\ufffd"])
+    (output,) = t.run((prompt(5), params))
+    choice = output.outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("", "stop", "\ufffd")
+
+
+def test_a09_an_end_token_that_the_model_does_not_have_ends_nothing(tiny):
+    t = tiny(eos=(EOS, 10**9))
+    (output,) = t.run((prompt(5), SamplingParams(min_tokens=1, max_tokens=2, seed=1)))
+    assert output.error is None
+    assert t.engine.eos_token_ids == (EOS,)
+
+
 # ---- metrics
 
 

@@ -89,27 +89,34 @@ def test_s01_s02_s15_t09_a_bad_prompt_alone_raises_and_among_others_costs_only_i
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.parametrize("bad", [b"bytes", bytearray(b"bytes"), memoryview(b"bytes"), [b"bytes"]])
+def test_bytes_are_not_taken_for_token_ids(llm, bad):
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(bad, GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match="prompt"):
+        list(llm.stream(bad, GREEDY))
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "wrong",
     [
-        ("sampling_params", []),
-        ("sampling_params", 0),
-        ("sampling_params", [GREEDY, None]),
-        ("priority", 1.5),
-        ("priority", [0, None]),
-        ("priority", [1.5, 0]),
-        ("cache_salt", []),
-        ("cache_salt", 5),
-        ("cache_salt", [None, "x"]),
+        *({"sampling_params": bad} for bad in [[], 5, "x", {"temperature": 0}, [None], [5], SamplingParams]),
+        *({"priority": bad} for bad in [[], 1.5, "x", [None], ["x"], [[1]], True, float("nan")]),
+        *({"cache_salt": bad} for bad in [[], 5, b"x", [None], [5]]),
     ],
+    ids=str,
 )
-def test_what_is_not_one_for_each_prompt_is_refused_before_anything_runs(llm, name, value):
-    with pytest.raises(ValueError, match=name):
-        llm.generate(["ab", "cd"], use_tqdm=False, **{name: value})
+def test_what_goes_with_a_prompt_is_checked_before_it_is_queued(llm, wrong):
+    (field,) = wrong
+    with pytest.raises(ValueError, match=field):
+        llm.generate(["hi"], use_tqdm=False, **wrong)
+    with pytest.raises(ValueError, match=field):
+        list(llm.stream("hi", **wrong))
     assert not llm.engine.has_unfinished()
+    assert llm.generate("hi", GREEDY, use_tqdm=False)[0].finished
 
 
-@pytest.mark.parametrize("bad", [None, 5, 1.5, ["a", 5], ["a", None], b"bytes", [b"bytes"]])
+@pytest.mark.parametrize("bad", [None, 5, 1.5, ["a", 5], ["a", None], [b"bytes"]])
 def test_what_is_no_prompt_is_refused_before_anything_runs(llm, bad):
     with pytest.raises(ValueError, match="prompt"):
         llm.generate(bad, GREEDY, use_tqdm=False)

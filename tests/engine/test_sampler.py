@@ -116,6 +116,59 @@ def test_a01_a04_a10_bad_values_name_the_field_and_its_range(params, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
+NO_NUMBERS = ["x", None, math.nan, math.inf, [1], True, 10**400]
+NO_INTEGERS = ["1", 1.5, math.nan, [1], True]
+WRONG_KINDS = {
+    "n": [*NO_INTEGERS, None, 0],
+    "top_k": [*NO_INTEGERS, None],
+    "min_tokens": [*NO_INTEGERS, None, -1],
+    "max_tokens": [*NO_INTEGERS, math.inf],
+    "seed": [*NO_INTEGERS, 2**63],
+    "logprobs": NO_INTEGERS,
+    "prompt_logprobs": NO_INTEGERS,
+    **dict.fromkeys(["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"], NO_NUMBERS),
+    "repetition_penalty": [*NO_NUMBERS, 0, -1, 1e-300, 1e-40, 1e38],
+    "logit_bias": [5, [1], {"5": 1.0}, {1.5: 1.0}, {True: 1.0}, *({5: bad} for bad in [*NO_NUMBERS, 1e39])],
+    "stop": [5, [5], [None], b"x", "", ["a", ""]],
+    "stop_token_ids": [5, "ab", [1.0], [None], [True]],
+    "ignore_eos": ["no", None],
+    "skip_special_tokens": ["no", None],
+    "include_stop_str_in_output": ["no", None],
+}
+
+
+@pytest.mark.parametrize("field", WRONG_KINDS)
+def test_a01_a_value_of_the_wrong_kind_is_one_sentence_that_names_the_field(field):
+    for value in WRONG_KINDS[field]:
+        with pytest.raises(ValueError, match=f"^{field}") as error:
+            SamplingParams(**{field: value})
+        assert len(str(error.value)) < 300
+        assert "\n" not in str(error.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    params = SamplingParams(
+        temperature=np.float32(0.5), seed=np.int64(3), logit_bias={np.int64(2): np.float32(1)}, stop={"a"}
+    )
+    assert params.stop_strings == ("a",)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": {7: 1e9}},
+        {"logit_bias": {7: -1e9}},
+        {"repetition_penalty": 1e-3},
+        {"repetition_penalty": 1e3},
+        {"repetition_penalty": 1e-3, "logit_bias": dict.fromkeys(range(VOCAB), 1e9), "temperature": 1e-3},
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a02_nothing_overflows_at_the_bounds(logits, params):
+    out = sample(logits[None], [row(prompt=range(VOCAB), **params)], VOCAB)
+    assert out.errors == [None]
+
+
 def test_a01_the_smallest_temperature_that_is_not_greedy_stays_finite(logits):
     assert one(logits * 1e6, row(temperature=1e-3)) == int(logits.argmax())
 

@@ -300,6 +300,14 @@ class FakeHub(BaseHTTPRequestHandler):
         self.requested.append(path)
         if path.startswith("/api/models/some/gated"):
             self.answer(403, b"{}", X_Error_Code="GatedRepo")
+        elif path.startswith("/api/models/some/page"):
+            self.answer(200, b"<html>please log in</html>", Content_Type="text/html")
+        elif path.startswith("/api/models/some/empty"):
+            self.answer(200, b"{}", Content_Type="application/json")
+        elif path.startswith("/api/models/some/loop"):
+            self.answer(302, b"", Location=self.path)
+        elif path.startswith("/api/models/some/cut"):
+            self.close_connection = True
         elif path == f"/api/models/some/model/tree/{COMMIT}":
             listing = [
                 {"type": "file", "path": name, "size": len(body), "oid": digest(body)[:40]}
@@ -378,3 +386,13 @@ def test_any_other_name_goes_to_the_hub(fake_hub: tuple[str, list[str]], tmp_pat
     assert again == found
     assert unreachable.startswith("error: cannot get 'some/other': the hub cannot be reached")
     assert time.perf_counter() - start < 30
+
+
+def test_a_hub_that_answers_nonsense_or_cuts_the_line_is_one_sentence(
+    fake_hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, _ = fake_hub
+    names = ["some/page", "some/empty", "some/loop", "some/cut"]
+    for name, sentence in zip(names, resolve_elsewhere(names, endpoint, tmp_path), strict=True):
+        assert sentence.startswith(f"error: cannot get '{name}': the hub's answer cannot be used")
+        assert "\n" not in sentence

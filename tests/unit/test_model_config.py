@@ -287,6 +287,64 @@ def test_gguf_metadata_that_is_refused(metadata, message):
         ModelConfig.from_gguf(metadata)
 
 
+WRONG = [None, 0, -1, 1.5, "x", [], [1], [None], [[1]], {}, {"a": 1}, True, 2**31, 2**63, 10**400]
+WRONG += [float("nan"), float("inf")]
+ROPE = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 128, "rope_theta": 1e4, "beta_fast": 32, "mscale": 1.0}
+OPTIONS = [
+    "head_dim",
+    "sliding_window",
+    "layer_types",
+    "rope_scaling",
+    "rope_parameters",
+    "num_key_value_heads",
+]
+GEMMA = as_kind("Gemma3ForCausalLM", "gemma3_text", query_pre_attn_scalar=256, sliding_window=8)
+GEMMA |= {"rope_local_base_freq": 1e4, "sliding_window_pattern": 6, "layer_types": None}
+
+
+def read_or_refused(translate, given):
+    """A value of any kind is either taken or refused with the one error that says so."""
+    with contextlib.suppress(UnsupportedModelError):
+        config = translate(given)
+        assert all(type(token) is int for token in config.eos_token_ids)
+        assert config.num_layers < 10_001
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT2, GEMMA, as_kind("MistralForCausalLM", "mistral")])
+def test_w10_a_config_with_a_value_of_any_kind_is_read_or_refused(base):
+    for key in [*base, *OPTIONS]:
+        for value in WRONG:
+            read_or_refused(ModelConfig.from_hf, base | {key: value})
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
+def test_w05_rope_settings_of_any_kind_are_read_or_refused(kind):
+    for key in ROPE:
+        for value in WRONG:
+            read_or_refused(
+                ModelConfig.from_hf, LLAMA | {"rope_parameters": ROPE | {"rope_type": kind, key: value}}
+            )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen2"])
+def test_w10_gguf_metadata_with_a_value_of_any_kind_is_read_or_refused(name):
+    base = gguf(name, attention__sliding_window=8, attention__layer_norm_epsilon=1e-5)
+    options = ["attention.key_length", "attention.value_length", "attention.scale", "rope.freq_base_swa"]
+    options += ["attention.sliding_window_pattern", "rope.scaling.type", "rope.scaling.factor"]
+    tokens = [f"tokenizer.ggml.{key}" for key in ("tokens", "eos_token_id", "eot_token_id", "bos_token_id")]
+    for key in [*base, *(f"{name}.{option}" for option in options), *tokens]:
+        for value in WRONG:
+            read_or_refused(ModelConfig.from_gguf, base | {key: value})
+
+
+def test_the_least_a_model_weighs():
+    config = ModelConfig.from_hf(LLAMA)
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = 2 * q + 2 * kv + 3 * config.intermediate_size
+    assert config.min_weights == 64 * (config.num_layers * layer + 2 * config.vocab_size)
+
+
 def test_translation_needs_no_torch():
     code = "import sys, octavo.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -370,5 +428,5 @@ def test_w10_whatever_one_value_is_the_metadata_is_translated_or_refused(value):
 )
 def test_w10_a_number_of_layers_is_bounded_before_they_are_listed(good, key, translate):
     assert translate(good).sliding_layers == (0, 1)
-    with pytest.raises(UnsupportedModelError, match="at most 4096 layers"):
+    with pytest.raises(UnsupportedModelError, match="the most is 10000"):
         translate({**good, key: 2**40})

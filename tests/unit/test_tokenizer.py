@@ -257,3 +257,24 @@ def test_a_broken_config_is_one_sentence(
 def test_transformers_is_not_imported() -> None:
     code = "import sys, octavo.tokenizer; assert not {'transformers', 'gguf', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b'{"a": ' + b"9" * 10_000 + b"}"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": [1]}'),
+        ("tokenizer_config.json", b'{"additional_special_tokens": 5}'),
+        ("tokenizer_config.json", b'{"extra_special_tokens": "x"}'),
+        ("special_tokens_map.json", b'{"a":' * 100_000),
+        ("generation_config.json", b"\xff\xfe"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_a_damaged_file_beside_the_tokenizer_is_one_sentence(byte_level_folder, tmp_path, file, content):
+    (tmp_path / "tokenizer.json").write_bytes((byte_level_folder / "tokenizer.json").read_bytes())
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(TokenizerError) as error:
+        Tokenizer.from_hf(tmp_path)
+    assert "\n" not in str(error.value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from octavo.cli import bench, models, run
-from octavo.cli.errors import INTERRUPTED, USAGE, CommandError
+from octavo.cli.errors import FAILURE, INTERRUPTED, USAGE, CommandError, os_sentence
 
 # typer keeps its base class of usage errors in a private module whose name changed between
 # releases; this public one derives from it.
@@ -54,6 +56,10 @@ def _root(
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for a usage error, 130 for Ctrl-C, 1 for the rest."""
+    # A stream that the caller has closed is None, which nothing below expects.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - it stays open to the end
     # A byte that is not UTF-8 must reach the engine's own check, and an odd terminal must not end us.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if stream is not None:  # closed by whoever started us
@@ -71,6 +77,11 @@ def exit_code(args: list[str]) -> int:
         # The reader has gone: nobody is left to tell, and the flush at exit must not complain either.
         sys.stdout = None
         return 1
+    except OSError as error:
+        # A full disk under stdout, say. What is still in its buffer would fail again at exit.
+        sys.stdout = None
+        print(f"octavo: {os_sentence(error)}", file=sys.stderr)
+        return FAILURE
     except CommandError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return error.exit_code

@@ -30,12 +30,13 @@ def plainly(exit_code: int = FAILURE) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(_os_sentence(error), FAILURE) from error
+        raise CommandError(os_sentence(error), FAILURE) from error
     except ValueError as error:
         raise CommandError(str(error), exit_code) from error
 
 
-def _os_sentence(error: OSError) -> str:
+def os_sentence(error: OSError) -> str:
+    """What the system said, with the file that it is about."""
     if error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

@@ -11,7 +11,7 @@ import typer
 ATTENTION = ("fused", "sdpa", "bmm", "loop", "reference")
 KV_DTYPES = ("float32", "float16")
 
-_LENGTH = re.compile(r"(\d+)([kK]?)")
+_LENGTH = re.compile(r"(\d{1,15})([kK]?)")
 
 
 def parse_length(text: str | int) -> int:
@@ -19,7 +19,7 @@ def parse_length(text: str | int) -> int:
     match = _LENGTH.fullmatch(str(text).strip())
     value = int(match[1]) * (1024 if match[2] else 1) if match else 0
     if value < 1:
-        raise typer.BadParameter(f"expected a number of tokens such as 4096 or 8k, got {text!r}")
+        raise typer.BadParameter(f"expected a number of tokens such as 4096 or 8k, got {text!r:.100}")
     return value
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from octavo.request import SamplingParams
+from octavo.request import SamplingParams, is_int
 
 
 def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
     """The prompt as a list of ints. Refuses an empty one, ids outside 0 .. vocab_size - 1, and more
     than ``max_model_len`` tokens."""
     try:
+        if isinstance(token_ids, bytes | bytearray | memoryview):
+            raise TypeError("bytes are numbers to Python, but they are no token ids")
         ids = [operator.index(token) for token in token_ids]
     except TypeError:
         raise ValueError("a prompt is text or a list of token ids; this one holds something else") from None
@@ -28,19 +30,22 @@ def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int) 
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses token ids in the parameters that the model does not have."""
+    """Refuses what is no SamplingParams, and token ids in them that the model does not have."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         for token in ids or ():
-            if not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
 
 
-def check_place(priority: int, cache_salt: str) -> None:
-    """Refuses what the queue could not sort and the prefix cache could not hash."""
-    if not isinstance(priority, int):
-        raise ValueError(f"priority must be a whole number, got {priority!r:.80}")
+def check_queueing(priority: int, cache_salt: str) -> None:
+    """Refuses a priority that is not an int and a salt that is not text: requests are ordered by the
+    one and blocks are named by the other, long after the caller has gone."""
+    if not is_int(priority):
+        raise ValueError(f"priority must be a whole number, got {priority!r:.100}")
     if not isinstance(cache_salt, str):
-        raise ValueError(f"cache_salt must be a string, got {cache_salt!r:.80}")
+        raise ValueError(f"cache_salt must be text, got {type(cache_salt).__name__}")
 
 
 def resolve_max_tokens(params: SamplingParams, prompt_len: int, max_model_len: int) -> int:

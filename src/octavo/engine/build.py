@@ -19,6 +19,7 @@ from octavo.engine.scheduler import Scheduler
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
+from octavo.request import check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
@@ -26,17 +27,9 @@ from octavo.weights.load import Checkpoint, load_model, open_checkpoint
 
 log = logging.getLogger("octavo")
 
-#: What the native kernels take at most.
 MAX_THREADS = 1024
-
-_WHOLE = (
-    "block_size",
-    "num_blocks",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "num_threads",
-)
+#: A block's number is an int32 in the block table.
+MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
     """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
-    config, tokenizer = read_config(checkpoint), read_tokenizer(checkpoint)
+    config = read_config(checkpoint)
+    _check_size(config, checkpoint)
+    tokenizer = read_tokenizer(checkpoint)
     decoder = Decoder(config, device)
     to_canonical = partial(canonical, config.architecture)
     load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
@@ -137,6 +132,17 @@ def read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_gguf(checkpoint.metadata)
 
 
+def _check_size(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse, before anything of that size is made, a model that its own files cannot hold."""
+    # No storage type that is read puts more than two weights into a byte.
+    most = 2 * checkpoint.num_bytes
+    if config.min_weights > most:
+        raise ValueError(
+            f"the metadata of {checkpoint.path.name} describes a model of at least {config.min_weights} "
+            f"weights, but its {checkpoint.num_bytes} bytes can hold no more than {most}"
+        )
+
+
 def isa(attention: str) -> str:
     """The instruction set that the attention backend computes with on this machine."""
     if attention == "fused":
@@ -171,27 +177,38 @@ def prefix_fingerprint(
 
 
 def _check(config: EngineConfig) -> None:
-    for place in (config, config.cache, config.scheduler):
-        for name, value in ((name, getattr(place, name, None)) for name in _WHOLE):
-            if value is not None and not _is_whole(value):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if config.num_threads is not None and not 1 <= config.num_threads <= MAX_THREADS:
-        raise ValueError(f"num_threads must be between 1 and {MAX_THREADS}, got {config.num_threads}")
-    if config.cache.kv_dtype not in DTYPES:
-        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {config.cache.kv_dtype!r}")
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if getattr(config.scheduler, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(config.scheduler, name)}")
+    cache, limits = config.cache, config.scheduler
+    check_int("block_size", cache.block_size, 1, 256)
+    check_int("max_num_seqs", limits.max_num_seqs, 1)
+    check_int("max_num_batched_tokens", limits.max_num_batched_tokens, 1)
+    if config.num_threads is not None:
+        check_int("num_threads", config.num_threads, 1, MAX_THREADS)
+    if cache.num_blocks is not None:
+        check_int("num_blocks", cache.num_blocks, 1, MAX_BLOCKS)
+    if limits.max_model_len is not None:
+        check_int("max_model_len", limits.max_model_len, 1)
+    if not isinstance(cache.enable_prefix_caching, bool):
+        raise ValueError(
+            f"enable_prefix_caching must be True or False, got {cache.enable_prefix_caching!r:.100}"
+        )
+    if config.seed is not None and not is_int(config.seed):
+        raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
+    if cache.kv_dtype not in DTYPES:
+        raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
+    if config.device != "cpu":
+        _check_device(config.device)
     resources.check_block_size(config.cache.block_size)
+
+
+def _check_device(device: str) -> None:
+    if not isinstance(device, str):
+        raise ValueError(f'device must be text such as "cpu", got {device!r:.100}')
     try:
-        torch.empty(0, device=config.device)
+        torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device {config.device!r} cannot be used: {reason}") from None
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        # torch lists reasons over many lines; the first names the device.
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
 def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:

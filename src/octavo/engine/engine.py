@@ -81,7 +81,8 @@ class Engine:
         self.max_model_len: int = config.scheduler.max_model_len
         self.vocab_size = runner.vocab_size
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
+        # Some checkpoints name ids that the model does not have; those can end nothing.
+        self.eos_token_ids = tuple(sorted({i for i in eos_token_ids if i < runner.vocab_size}))
         self.metrics = EngineMetrics()
         self._runner = runner
         self._scheduler = scheduler
@@ -110,7 +111,7 @@ class Engine:
         """
         ids = admission.check_prompt(prompt_token_ids, self.vocab_size, self.max_model_len)
         admission.check_params(params, self.vocab_size)
-        admission.check_place(priority, cache_salt)
+        admission.check_queueing(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
@@ -259,8 +260,9 @@ class Engine:
                 choice.logprobs.append(self._with_text(found))
                 choice.cumulative_logprob += found[result.tokens[request.id]].logprob
             if not ended_by_token or request.params.include_stop_str_in_output:
-                early = len(request.output_token_ids) <= request.params.min_tokens
-                choice.text += choice.detokenizer.push(request.output_token_ids[-1], check_stop=not early)
+                choice.text += choice.detokenizer.push(
+                    request.output_token_ids[-1], check_stop=_past_min_tokens(request)
+                )
         except Exception as error:  # noqa: BLE001 - text that cannot be made costs its own request only
             self._fail(entry, choice, _no_text(error))
             return
@@ -294,10 +296,13 @@ class Engine:
             choice.stop_reason = choice.request.stop_reason
         if choice.finish_reason != "error":
             try:
-                choice.text += choice.detokenizer.flush()
+                choice.text += choice.detokenizer.flush(check_stop=_past_min_tokens(choice.request))
             except Exception as error:  # noqa: BLE001 - as in _accept
                 entry.error = entry.error or _no_text(error)
                 choice.finish_reason = "error"
+            # U+FFFD for a character that was never finished may itself complete a stop string.
+            if choice.detokenizer.stop_hit is not None and choice.finish_reason in ("stop", "length"):
+                choice.finish_reason, choice.stop_reason = "stop", choice.detokenizer.stop_hit
         now = time.monotonic()
         reason = choice.finish_reason or "error"
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
@@ -338,6 +343,11 @@ class Engine:
 
 def _no_text(error: Exception) -> str:
     return f"the text could not be decoded: {type(error).__name__}: {error}"
+
+
+def _past_min_tokens(request: Request) -> bool:
+    """Whether a stop string that the last token completes may end the text."""
+    return len(request.output_token_ids) > request.params.min_tokens
 
 
 def _completion(choice: _Choice) -> CompletionOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from fractions import Fraction
+from decimal import Decimal
 from pathlib import Path
 
 from octavo.cache.kv_cache import bytes_per_block
@@ -14,9 +14,6 @@ from octavo.engine.scheduler import fit_max_model_len
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
-
-#: Bytes; more cannot be addressed.
-MAX_SIZE = 2**63 - 1
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -28,21 +25,19 @@ def parse_size(size: str | int) -> int:
     """Bytes of ``size``: a number, or text such as "2GiB", "512MB" or "1.5 GiB".
 
     kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB powers of 1024; case is ignored.
-    Raises ValueError for anything else and for sizes below 1 byte or above ``MAX_SIZE``.
+    Raises ValueError for anything else and for sizes below 1 byte or not below 8 EiB.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", size)
         if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
-        value = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+        value = int(Decimal(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(size, int) and not isinstance(size, bool):
         value = size
     else:
         raise ValueError(f'a size is a number of bytes or text such as "2GiB" or "512MB", got {size!r}')
-    if value < 1:
-        raise ValueError(f"a size must be at least 1 byte, got {size!r}")
-    if value > MAX_SIZE:
-        raise ValueError(f"a size must be below 8 EiB, got {size!r}")
+    if not 1 <= value < 2**63:
+        raise ValueError(f"a size must be at least 1 byte and below 8 EiB, got {size!r:.100}")
     return value
 
 

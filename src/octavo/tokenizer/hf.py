@@ -67,7 +67,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except RecursionError:
+        raise TokenizerError(f"{path.name} of {path.parent.name!r} nests too deeply") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise TokenizerError(f"{path.name} of {path.parent.name!r} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path.name} of {path.parent.name!r} must hold a JSON object")
@@ -85,6 +87,8 @@ def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> tuple[
     merged = {**special_map, **config}
     named = {role: text for role in _ROLES if (text := _text_of(merged.get(role))) is not None}
     others = merged.get("extra_special_tokens", merged.get("additional_special_tokens")) or []
+    if not isinstance(others, dict | list):
+        raise TokenizerError(f"the tokenizer's other special tokens must be a list, got {others!r:.100}")
     if isinstance(others, dict):
         named.update({role: text for role, item in others.items() if (text := _text_of(item)) is not None})
         others = []
@@ -97,6 +101,8 @@ def _complete_added_tokens(
     """Tell the backend of added tokens that only ``tokenizer_config.json`` knows."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise TokenizerError("added_tokens_decoder of tokenizer_config.json must be an object")
     for key, spec in listed.items():
         if not key.isdecimal() or not isinstance(spec, dict) or _text_of(spec) is None:
             raise TokenizerError(f"added_tokens_decoder of tokenizer_config.json has a bad entry {key!r:.40}")
@@ -157,7 +163,10 @@ def _without_first_space(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError:
+            raise TokenizerError(f"{path.name} of {folder.name!r} is not UTF-8") from None
     source = config.get("chat_template")
     if isinstance(source, str):
         return {"default": source}

@@ -341,4 +341,10 @@ def _from_hub(name: str, models: Mapping[str, KnownModel]) -> Path:
         reason = f"the hub answered {status}"
     except OSError as error:
         reason = f"the download failed ({error.strerror or type(error).__name__})"
+    except Exception as error:
+        # The library and the HTTP client below it raise what they like at an odd answer or a cut line.
+        raise WeightsError(
+            f"cannot get {name!r}: the hub's answer cannot be used ({type(error).__name__}); "
+            f"known models are {', '.join(models)}"
+        ) from error
     raise WeightsError(f"cannot get {name!r}: {reason}; known models are {', '.join(models)}")

@@ -54,6 +54,12 @@ class Checkpoint:
         """
         return self.source.tensors() if isinstance(self.source, hf.HFFolder) else _gguf_tensors(self.source)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weight files together."""
+        files = [self.path] if isinstance(self.source, GGUFFile) else self.source.files
+        return sum(file.stat().st_size for file in files)
+
     def fingerprint(self) -> str:
         """SHA-256 over the content of everything that defines the model; changes whenever that does."""
         if isinstance(self.source, GGUFFile):
