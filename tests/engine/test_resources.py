@@ -153,9 +153,3 @@ def test_options_out_of_range(options, words):
 def test_a_given_size_is_used_whole():
     resolved, _ = resources.resolve(config(kv_cache_memory=BLOCK * 70 + 5), MODEL, GIB)
     assert resolved.cache.num_blocks == 70
-
-
-def test_blocks_that_no_memory_can_hold_are_refused():
-    config = EngineConfig(model="m", cache=CacheConfig(num_blocks=10**6))
-    with pytest.raises(ValueError, match=r"num_blocks of 1000000 take .* more than the 1.0 GiB"):
-        resources.resolve(config, MODEL, GIB)
