@@ -25,7 +25,7 @@ from octavo.bench.workloads import Workload
 OURS = "octavo"
 PEERS = ("transformers",)
 METRICS = {"tok_s": "tok/s", "prefill_tok_s": "prefill tok/s", "decode_tok_s": "decode tok/s"}
-#: Workloads on which a static batch takes over a minute: repeated ``slow_peer_repeats`` times.
+#: Workloads on which a static batch takes about a minute: repeated ``slow_peer_repeats`` times.
 SLOW_FOR_PEERS = frozenset("cd")
 
 
@@ -40,7 +40,7 @@ class Settings:
     peers: Sequence[str] = PEERS
     repeats: int = 3
     peer_repeats: int = 3
-    slow_peer_repeats: int = 1
+    slow_peer_repeats: int = 3
     scale: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 

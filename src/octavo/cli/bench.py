@@ -67,8 +67,8 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
     repeats: Annotated[int, typer.Option(min=1, help="Runs of octavo; the median counts.")] = 3,
     peer_repeats: Annotated[int, typer.Option(min=1, help="Runs of each peer.")] = 3,
     slow_peer_repeats: Annotated[
-        int, typer.Option(min=1, help="Runs of each peer on c and d, which take it over a minute.")
-    ] = 1,
+        int, typer.Option(min=1, help="Runs of each peer on c and d, which take it about a minute each.")
+    ] = 3,
     scale: Annotated[
         int, typer.Option(min=1, help="Divide lengths and numbers of chats by this, for a quick look.")
     ] = 1,
