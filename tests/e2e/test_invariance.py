@@ -7,7 +7,6 @@ matrix takes long and is marked slow; the default one takes the same paths with 
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +30,6 @@ TOLERANCE = 1e-4
 TIE = 1e-3
 BS = 16
 UNLIMITED = 4096
-#: Under xdist another worker has the other CPU, and two pools of threads would wait for each other.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
 
 ALL_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 65, 128, 255, 256, 257, 400, 511, 513, 700, 1024, 1500)
 FEW_LENGTHS = (1, 15, 16, 17, 257, 700)
@@ -89,7 +86,6 @@ class Run:
             cache=CacheConfig(block_size=BS, num_blocks=num_blocks, enable_prefix_caching=caching),
             scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=budget),
             attention="fused",
-            num_threads=THREADS,
         )
         self.engine: Engine = assemble(config, loaded)
         #: Of each step: prompt -> (start, number of tokens).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ CHAT = [{"role": "user", "content": "What is the capital of France? Answer in on
 
 
 def open_llm(path: Path, **options) -> LLM:
-    threads = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
-    return LLM(str(path), num_threads=threads, num_blocks=256, **options)
+    return LLM(str(path), num_blocks=256, **options)
 
 
 @pytest.fixture(scope="module")

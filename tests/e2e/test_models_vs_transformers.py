@@ -95,7 +95,7 @@ def decoder_for(model, config=None):
 class Paged:
     """Drives a decoder by hand: sequences in scattered blocks, any mix of chunks in a step."""
 
-    def __init__(self, decoder, num_blocks=48):
+    def __init__(self, decoder, num_blocks=48, attention="reference"):
         config = decoder.config
         self.decoder = decoder
         self.cache = KVCache(
@@ -113,7 +113,7 @@ class Paged:
             kv_dtype=torch.float32,
             device="cpu",
         )
-        self.attention = AttentionBackend("reference", spec)
+        self.attention = AttentionBackend(attention, spec)
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks = {}
         self.lengths = {}
@@ -177,6 +177,35 @@ def test_prefill_chunks_and_decode_equal_transformers(case):
     run = Paged(decoder)
     parts = [run.step(a=ids[first:last])["a"] for first, last in ((0, 7), (7, 9), (9, 16))]
     parts += [run.step(a=[token])["a"] for token in ids[16:]]
+    assert worst(torch.cat(parts), expected) < TOLERANCE
+
+
+AS_SERVED = {
+    "llama": {"head_dim": 32},
+    "llama-biases": {"head_dim": 40},
+    "mistral": {"head_dim": 32},
+    "qwen2-sliding": {"hidden_size": 192},
+    "qwen3": {"head_dim": 64},
+    "gemma3": {"head_dim": 32},
+    "gpt2": {"n_embd": 128},
+}
+
+
+@pytest.mark.parametrize("attention", ["fused", "sdpa", "bmm", "loop"])
+@pytest.mark.parametrize("case", AS_SERVED)
+def test_packed_weights_and_every_backend_equal_transformers(case, attention):
+    """What is served: the attention kernels, and linear layers whose weights were re-ordered."""
+    model = reference_model(config_of(case, **AS_SERVED[case]))
+    decoder = decoder_for(model)
+    decoder.pack()
+    assert decoder.packed
+    ids, other = ids_of(21), ids_of(12, 1)
+    run = Paged(decoder, attention=attention)
+    parts = [run.step(a=ids[:9])["a"], run.step(a=ids[9:16], b=other[:5])["a"]]
+    parts += [run.step(a=[token], b=other[5:6])["a"] for token in ids[16:17]]
+    parts += [run.step(a=[token])["a"] for token in ids[17:]]
+    expected = expected_logits(model, ids)
+    assert expected.std() > 0.5
     assert worst(torch.cat(parts), expected) < TOLERANCE
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo import _native
+from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused
 
 from .paged import Case, Paged, build
@@ -186,3 +187,17 @@ def test_read_memory_reads_every_byte() -> None:
     x = torch.arange(300_001)
     for num_threads in (1, 3):
         assert _native.read_memory(x.data_ptr(), x.numel() * 8, num_threads) == int(x.sum())
+
+
+@pytest.mark.parametrize("write", ["torch", "native"])
+def test_a_pad_row_is_written_nowhere(write: str) -> None:
+    cache = KVCache(num_layers=1, num_blocks=3, num_kv_heads=2, block_size=4, head_dim=8)
+    k, v = torch.ones(3, 2, 8), torch.full((3, 2, 8), 2.0)
+    slots = torch.tensor([5, -1, 2])
+    if write == "torch":
+        cache.write(0, k, v, slots)
+    else:
+        fused.write_kv(*cache.layer(0), k, v, slots)
+    written = cache.key[0].abs().sum(dim=(1, 3)).flatten().nonzero().flatten().tolist()
+    assert written == [2, 5]
+    assert cache.value[0].sum() == 2 * 2 * 8 * 2.0

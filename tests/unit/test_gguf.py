@@ -222,7 +222,7 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
             read_header(path)
 
 
-@settings(max_examples=300, deadline=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_w10_any_damage_is_refused_or_harmless(data: st.DataObject, small: Path, tmp_path: Path) -> None:
     """Cut, overwrite with bytes or extreme numbers: no hang, no big allocation, no other exception."""

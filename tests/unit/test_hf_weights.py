@@ -174,7 +174,7 @@ def test_the_hand_made_file_is_valid_without_the_defect(tmp_path: Path) -> None:
     assert read(tmp_path) == {"a": [[0.0] * 3] * 2}
 
 
-@settings(max_examples=200, deadline=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_w10_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Path) -> None:
     """Cut or overwrite a valid file: every tensor can be read, or the one error is raised."""

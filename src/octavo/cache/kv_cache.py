@@ -43,12 +43,14 @@ class KVCache:
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store this step's rows in layer ``index``.
 
-        ``k`` and ``v`` are ``[num_tokens, num_kv_heads, head_dim]``; ``slot_mapping`` ``[num_tokens]``
-        int64 has no pad (-1) rows here: the runner never pads on the CPU.
+        ``k`` and ``v`` are ``[num_tokens, num_kv_heads, head_dim]``; rows whose slot in ``slot_mapping``
+        ``[num_tokens]`` int64 is -1 are padding and are not written.
         """
-        block, offset = slot_mapping // self.block_size, slot_mapping % self.block_size
-        self.key[index][block, :, offset] = k.to(self.key.dtype)
-        self.value[index][block, :, offset] = v.to(self.value.dtype)
+        rows = slot_mapping >= 0
+        slots = slot_mapping[rows]
+        block, offset = slots // self.block_size, slots % self.block_size
+        self.key[index][block, :, offset] = k[rows].to(self.key.dtype)
+        self.value[index][block, :, offset] = v[rows].to(self.value.dtype)
 
     def copy_rows(self, src: int, dst: int, num_rows: int) -> None:
         """Copy the first ``num_rows`` positions of block ``src`` to block ``dst``, in every layer."""

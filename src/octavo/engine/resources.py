@@ -10,7 +10,6 @@ from pathlib import Path
 
 from octavo.cache.kv_cache import bytes_per_block
 from octavo.config import EngineConfig, ModelConfig
-from octavo.engine.scheduler import fit_max_model_len
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -212,3 +211,19 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
         ),
         note,
     )
+
+
+def fit_max_model_len(requested: int | None, model_limit: int, pool_tokens: int) -> tuple[int, str | None]:
+    """The longest sequence to admit, and one line to show when that is less than was to be had.
+
+    ``requested`` None takes the model's own limit. Raises ValueError, naming both numbers, when
+    more is requested than the model knows or when nothing fits.
+    """
+    if requested is not None and not 1 <= requested <= model_limit:
+        raise ValueError(f"max_model_len must be between 1 and the model's {model_limit}, got {requested}")
+    if pool_tokens < 2:
+        raise ValueError(f"the KV pool holds {pool_tokens} tokens, at least 2 are needed")
+    wanted = model_limit if requested is None else requested
+    if wanted <= pool_tokens:
+        return wanted, None
+    return pool_tokens, f"max_model_len lowered from {wanted} to {pool_tokens}: the KV pool holds no more"

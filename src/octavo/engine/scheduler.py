@@ -18,7 +18,6 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SchedulerStats",
-    "fit_max_model_len",
 ]
 
 #: Waiting requests looked at in one step, so that its cost does not grow with the queue.
@@ -27,22 +26,6 @@ MAX_LOOKED_AT = 64
 MAX_STEPPED_OVER = 8
 #: How many later requests may be admitted before one that does not fit; then all wait for it.
 MAX_PASSED = 16
-
-
-def fit_max_model_len(requested: int | None, model_limit: int, pool_tokens: int) -> tuple[int, str | None]:
-    """The longest sequence to admit, and one line to show when that is less than was to be had.
-
-    ``requested`` None takes the model's own limit. Raises ValueError, naming both numbers, when
-    more is requested than the model knows or when nothing fits.
-    """
-    if requested is not None and not 1 <= requested <= model_limit:
-        raise ValueError(f"max_model_len must be between 1 and the model's {model_limit}, got {requested}")
-    if pool_tokens < 2:
-        raise ValueError(f"the KV pool holds {pool_tokens} tokens, at least 2 are needed")
-    wanted = model_limit if requested is None else requested
-    if wanted <= pool_tokens:
-        return wanted, None
-    return pool_tokens, f"max_model_len lowered from {wanted} to {pool_tokens}: the KV pool holds no more"
 
 
 class Scheduler:

