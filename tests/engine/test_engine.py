@@ -9,55 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_engine import EOS, VOCAB, always, dense_greedy, dense_logits, greedy, prompt, tokens
 
 from octavo.config import EngineConfig, ModelConfig, RopeConfig
 from octavo.engine.build import prefix_fingerprint
 from octavo.engine.runner import SCORE_ROWS, build
-from octavo.engine.sampler import NOT_FINITE
 from octavo.engine.step import BlockCopy, ScheduledRequest
 from octavo.request import Request, SamplingParams
-
-EOS = 256
-VOCAB = 259
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{seed}/{length}")
-    return [rng.randrange(32, 127) for _ in range(length)]
-
-
-def greedy(max_tokens: int = 8, **kw) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | kw))
-
-
-def always(token: int, **kw) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "logit_bias": {token: 1e5}} | kw))
-
-
-def dense_logits(model, tokens: list[int]) -> torch.Tensor:
-    """The tiny model without a cache: [len(tokens), head width]."""
-    ids = torch.tensor(tokens)
-    x = model.embedding[ids]
-    x = x + torch.sin(torch.arange(len(ids))[:, None] * torch.linspace(0.01, 1.0, x.shape[1]))
-    q = (x @ model.q).view(len(ids), 4, 8).transpose(0, 1)
-    k, v = ((x @ w).view(len(ids), 2, 8).transpose(0, 1).repeat_interleave(2, 0) for w in model.kv)
-    out = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    return (x + out.transpose(0, 1).flatten(1) @ model.out) @ model.head
-
-
-def dense_greedy(model, tokens: list[int], count: int) -> list[int]:
-    tokens = list(tokens)
-    for _ in range(count):
-        tokens.append(int(dense_logits(model, tokens)[-1, :VOCAB].argmax()))
-    return tokens[-count:]
-
-
-def tokens(output, index: int = 0) -> list[int]:
-    assert output.error is None
-    return output.outputs[index].token_ids
-
-
-# ---- the one path
 
 
 def test_the_batch_of_the_worked_example():
@@ -243,14 +201,6 @@ def test_a09_min_tokens_holds_back_every_end_and_ignore_eos_runs_to_the_limit(ti
     assert EOS not in tokens(held)[:2]
     assert tokens(ignoring) == [EOS] * 4
     assert ignoring.outputs[0].finish_reason == "length"
-
-
-def test_a09_a_stop_string_before_min_tokens_is_text(tiny):
-    letter = ord("x") - ord("!")
-    params = always(letter, stop="xx", min_tokens=5, max_tokens=9)
-    (output,) = tiny().run((prompt(5), params))
-    assert tokens(output) == [letter] * 6
-    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("xxxx", "xx")
 
 
 def test_a10_max_tokens_0_scores_the_prompt_only(tiny):
@@ -500,109 +450,6 @@ def test_p06_nothing_is_matched_under_another_fingerprint(tiny):
 # ---- an error costs one request
 
 
-def test_h11_a_forward_pass_that_raises_costs_only_the_request_that_raises_again(tiny, caplog):
-    jobs = [(prompt(6), greedy(5)), ([40, 41, 200], greedy(5)), (prompt(9), greedy(5))]
-    expected = tiny().run(*jobs)
-    t = tiny()
-    t.model.fail_on = {200}
-    a, bad, b = t.run(*jobs)
-    assert (a.outputs, b.outputs) == (expected[0].outputs, expected[2].outputs)
-    assert bad.finished
-    assert bad.outputs[0].finish_reason == "error"
-    assert "this token cannot be computed" in bad.error
-    assert "\n" not in bad.error
-    assert "a step of 3 requests failed (RuntimeError: this token cannot be computed)" in caplog.text
-    assert t.engine.scheduler_stats.used_blocks == 0
-    (following,) = t.run((prompt(6), greedy(5)))
-    assert tokens(following) == tokens(expected[0])
-
-
-def test_h11_what_a_failed_request_wrote_is_never_matched(tiny):
-    ids = [*prompt(8), 200, *prompt(7, seed=3)]
-    t = tiny()
-    t.model.nan_on = {200}
-    (bad,) = t.run((ids, greedy(3)))
-    assert bad.error == NOT_FINITE
-    t.model.nan_on = set()
-    (good,) = t.run((ids, greedy(3)))
-    assert tokens(good) == dense_greedy(t.model, ids, 3)
-
-
-def test_h11_those_who_wait_for_a_prefix_of_a_failed_request_go_on(tiny):
-    shared = [200, *prompt(30)]
-    t = tiny(budget=8)
-    t.model.fail_on = {200}
-    first, second = t.run((shared, greedy(2)), ([*shared, 65], greedy(2)))
-    assert first.error
-    assert second.error
-    (third,) = t.run((prompt(30), greedy(2)))
-    assert third.error is None
-
-
-def test_h11_a_failing_sampler_or_detokenizer_costs_its_own_request(tiny, monkeypatch):
-    import octavo.engine.sampler as sampler
-    from octavo.tokenizer import IncrementalDetokenizer
-
-    jobs = [(prompt(6), greedy(4)), (prompt(5), greedy(4, presence_penalty=0.5)), (prompt(7), greedy(4))]
-    expected = [o.outputs for o in tiny().run(*jobs)]
-
-    def broken(*_):
-        raise ZeroDivisionError("in the sampler")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler, "_penalize", lambda x, row: row.params.presence_penalty and broken())
-        a, bad, b = tiny().run(*jobs)
-        assert (a.outputs, b.outputs) == (expected[0], expected[2])
-        assert "ZeroDivisionError" in bad.error
-
-    t = tiny()
-    ids = [t.add(*job) for job in jobs]
-    monkeypatch.setattr(IncrementalDetokenizer, "push", broken_for(t.engine._entries[ids[1]], broken))
-    last = t.drain()
-    assert (last[ids[0]].outputs, last[ids[2]].outputs) == (expected[0], expected[2])
-    assert "ZeroDivisionError" in last[ids[1]].error
-    assert last[ids[1]].outputs[0].finish_reason == "error"
-    assert t.engine.scheduler_stats.used_blocks == 0
-
-
-def test_h11_text_that_cannot_be_flushed_costs_its_own_request(tiny, monkeypatch):
-    from octavo.tokenizer import IncrementalDetokenizer
-
-    def broken(*_):
-        raise ZeroDivisionError("in the detokenizer")
-
-    t = tiny()
-    bad, good = t.add(prompt(6), greedy(4)), t.add(prompt(5), greedy(4))
-    patched = broken_for(t.engine._entries[bad], broken, "flush")
-    monkeypatch.setattr(IncrementalDetokenizer, "flush", patched)
-    last = t.drain()
-    assert "ZeroDivisionError" in last[bad].error
-    assert last[bad].outputs[0].finish_reason == "error"
-    assert len(last[bad].outputs[0].token_ids) == 4
-    assert last[good].error is None
-    assert t.engine.metrics.finished == {"error": 1, "length": 1}
-
-
-@pytest.mark.parametrize("scored", ["logprobs", "prompt_logprobs"])
-def test_h11_a_scored_token_without_text_costs_its_own_request(tiny, monkeypatch, scored):
-    t = tiny()
-    bad, good = t.add(prompt(6), greedy(4, **{scored: 1})), t.add(prompt(5), greedy(4))
-    monkeypatch.setattr(type(t.engine.tokenizer), "id_to_text", lambda self, token: 1 / 0)
-    last = t.drain()
-    assert "ZeroDivisionError" in last[bad].error
-    assert last[bad].outputs[0].finish_reason == "error"
-    assert last[good].error is None
-    assert t.engine.scheduler_stats.used_blocks == 0
-
-
-def broken_for(entry, broken, method="push"):
-    from octavo.tokenizer import IncrementalDetokenizer
-
-    good = getattr(IncrementalDetokenizer, method)
-    own = {id(choice.detokenizer) for choice in entry.choices}
-    return lambda self, *args, **kw: broken() if id(self) in own else good(self, *args, **kw)
-
-
 def test_copies_run_in_their_order(tiny):
     t = tiny()
     for block in (0, 1, 2):
@@ -610,30 +457,6 @@ def test_copies_run_in_their_order(tiny):
     t.runner.copy_blocks([BlockCopy(1, 0, 2), BlockCopy(2, 1, 3)])
     assert t.kv_cache.key[0, 0, 0, :, 0].tolist() == [1, 1, 0, 0]
     assert t.kv_cache.key[0, 1, 0, :, 0].tolist() == [2, 2, 2, 1]
-
-
-def test_h11_a_row_without_a_token_left_and_one_failing_choice(tiny, monkeypatch):
-    from octavo.tokenizer import IncrementalDetokenizer
-
-    everything = dict.fromkeys(range(VOCAB), -math.inf)
-    good, bad = tiny().run((prompt(4), greedy(2)), (prompt(4), greedy(2, logit_bias=everything)))
-    assert len(tokens(good)) == 2
-    assert "forbid every token" in bad.error
-
-    t = tiny()
-    entry_id = t.add(prompt(4), SamplingParams(n=3, seed=2, max_tokens=4, ignore_eos=True))
-    failing = t.engine._entries[entry_id].choices[1].detokenizer
-    push = IncrementalDetokenizer.push
-
-    def fails_for_one(self, token, **kw):
-        if self is failing:
-            raise ZeroDivisionError("in the detokenizer")
-        return push(self, token, **kw)
-
-    monkeypatch.setattr(IncrementalDetokenizer, "push", fails_for_one)
-    output = t.drain()[entry_id]
-    assert [c.finish_reason for c in output.outputs] == ["length", "error", "length"]
-    assert "ZeroDivisionError" in output.error
 
 
 def test_a09_a_stop_string_ends_nothing_before_min_tokens(tiny):
