@@ -147,6 +147,7 @@ def serve(llm: LLM, params: SamplingParams, chats: list[Chat], console: Console)
             if console.is_terminal:
                 live.update(Group(answers(chats, height=11), progress.get_renderable()))
     console.print(answers(chats))
+    console.print("A small model makes things up: look at the speed, not at the facts.", style="dim")
     return most_blocks
 
 
@@ -181,7 +182,7 @@ def served_table(llm: LLM, chats: list[Chat], took: float, most_blocks: int) -> 
         "prefix cache", f"{cached} of {prompt_tokens} prompt tokens: {cached / prompt_tokens:.1%} hit"
     )
     table.add_row(
-        "blocks used", f"{most_blocks} of {block_size} tokens each ({alone} if nothing were shared)"
+        "blocks used", f"{most_blocks} blocks of {block_size} tokens ({alone} if nothing were shared)"
     )
     return table
 

@@ -139,7 +139,7 @@ class LLM:
         Args:
             prompts: text, a list of token ids, or a list in which each item is either.
             sampling_params: one for all prompts, or one per prompt.
-            use_tqdm: show a progress bar with tokens per second.
+            use_tqdm: show a progress bar with tokens per second, on a terminal.
             priority: lower goes first; one for all or one per prompt.
             cache_salt: prompts share cached blocks only under the same salt; one for all or one each.
 
@@ -311,7 +311,9 @@ class _Progress:
     def __init__(self, total: int, shown: bool) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, desc="Prompts", unit="prompt", disable=not shown, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total, desc="Prompts", unit="prompt", disable=None if shown else True, dynamic_ncols=True
+        )
         self._start = self._shown_at = time.monotonic()
 
     def __enter__(self) -> _Progress:

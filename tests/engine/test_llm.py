@@ -264,7 +264,10 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monk
     assert again.outputs == expected.outputs
 
 
-def test_the_progress_bar_shows_tokens_per_second(llm, capsys):
+def test_the_progress_bar_shows_tokens_per_second_on_a_terminal(llm, capsys, monkeypatch):
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr().err
     assert "2/2" in shown

@@ -82,8 +82,13 @@ class Conversation:
 
 
 def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
-    """Run the chat until the end of input or /exit. Piped input is one turn a line."""
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    """Run the chat until the end of input or /exit. Piped input is one turn a line.
+
+    Only the answers go to a stdout that is no terminal; what is said about them goes to stderr there.
+    """
+    console = Console(
+        stderr=not sys.stdout.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
+    )
     conversation = Conversation(
         lambda messages: len(llm.tokenizer.apply_chat_template(messages)), llm.max_model_len, system
     )
@@ -175,7 +180,7 @@ class _Turn:
             self.conversation.take_back()
             self.console.print(str(error), style="yellow")
             return
-        self.console.print()
+        print(flush=True)
         if answer.text:
             self.conversation.answered(answer.text)
         else:
