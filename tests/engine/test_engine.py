@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -402,6 +404,23 @@ def test_s16_nothing_is_kept_of_what_has_ended(tiny):
     assert stats.free_blocks + stats.cached_blocks == 32
     assert not t.engine._entries
     assert not t.engine._owner
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_s16_resident_memory_is_flat_after_many_requests(tiny):
+    t = tiny(num_blocks=32)
+    rng = random.Random(6)
+
+    def resident_after(count: int) -> int:
+        for i in range(count):
+            t.add(prompt(rng.randrange(1, 12), seed=rng.randrange(10**9)), greedy(1))
+            if i % 40 == 39:
+                t.drain()
+        t.drain()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    warm = resident_after(2000)
+    assert resident_after(8000) - warm < 8 << 20
 
 
 def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
