@@ -1,4 +1,4 @@
-"""Weights as stored: the bits of the file, whole rows moved, pages let go; and what ``weights`` may make of them."""
+"""Weights as stored: the bits of the file, whole rows moved, pages let go; and the option ``weights``."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_gguf_keeps_its_bits_and_means_what_it_means_as_float32(tmp_path: Path
 
 @pytest.mark.parametrize("kind", [*BLOCK_KINDS, "F16", "BF16", "F32"])
 def test_w04_rotary_rows_move_whole(tmp_path: Path, kind: str) -> None:
-    """Row r of a head's first half is stored at 2r, of its second at 2r + 1; quantised rows move as they are."""
+    """Row r of a head's first half is stored at 2r, of its second at 2r + 1."""
     path = gguf_file(tmp_path / "x.gguf", kind)
     source = {t.name: t for t in gguf.GGUFReader(path).tensors}[GGUF_NAMES[Q_PROJ]]
     file_rows = np.ascontiguousarray(source.data).view(np.uint8).reshape(HEADS * DIM, -1)
