@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 
 __all__ = [
+    "WEIGHTS",
     "CacheConfig",
     "EngineConfig",
     "ModelConfig",
@@ -17,6 +18,9 @@ __all__ = [
     "SchedulerConfig",
     "UnsupportedModelError",
 ]
+
+#: How weights are kept: as stored, or in the one type named.
+WEIGHTS = ("auto", "float32", "float16", "bfloat16", "q8_0", "q4_1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ class EngineConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     attention: str = "fused"
+    weights: str = "auto"  # one of WEIGHTS
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None

@@ -38,6 +38,10 @@ class LLM:
         model: a name that ``octavo models`` lists, a folder of safetensors, a ``.gguf`` file, or a
             Hugging Face repository.
         attention: "fused", "sdpa", "bmm", "loop" or "reference".
+        weights: how matrices are kept. "auto": in the checkpoint's own bits, expanded in registers to the
+            same numbers. "float32", "float16" or "bfloat16": expanded or rounded at load. "q8_0" or "q4_1": a
+            checkpoint that is not quantised is quantised at load. Only "fused" attention has linear
+            layers for all of them; beside the others weights are float32.
         block_size: tokens per KV block, a power of two from 1 to 256.
         kv_dtype: how K and V are stored, "float32" or "float16".
         kv_cache_memory: size of the KV pool, such as "2GiB" or a number of bytes. By default half of
@@ -65,6 +69,7 @@ class LLM:
         model: str | os.PathLike[str] = DEFAULT_MODEL,
         *,
         attention: str = "fused",
+        weights: str = "auto",
         block_size: int = 16,
         kv_dtype: str = "float32",
         kv_cache_memory: str | int | None = None,
@@ -96,6 +101,7 @@ class LLM:
                 max_model_len=max_model_len,
             ),
             attention=attention,
+            weights=weights,
             device=device,
             num_threads=num_threads,
             seed=seed,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from octavo.weights.errors import WeightsError
-from octavo.weights.hf import open_folder, read_safetensors_header
+from octavo.weights.hf import Entry, open_folder, read_safetensors_header
 
 A, B, C = torch.arange(6.0).view(2, 3), torch.tensor([1.5, -2.0]), torch.ones(4, dtype=torch.bfloat16)
 
@@ -170,7 +170,7 @@ def test_w10_the_header_length_is_checked_before_anything_is_read(tmp_path: Path
 def test_the_hand_made_file_is_valid_without_the_defect(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(file_bytes({"__metadata__": {"x": "y"}, "a": entry()}))
-    assert read_safetensors_header(tmp_path / "model.safetensors") == {"a": ("F32", (2, 3))}
+    assert read_safetensors_header(tmp_path / "model.safetensors") == {"a": Entry("F32", (2, 3), 101, 24)}
     assert read(tmp_path) == {"a": [[0.0] * 3] * 2}
 
 
@@ -189,7 +189,7 @@ def test_w10_any_damage_is_refused_or_harmless(data: st.DataObject, tmp_path: Pa
         raw[at : at + len(new)] = new
     path.write_bytes(raw[: data.draw(st.integers(0, len(raw)) | st.just(len(raw)))])
     try:
-        shapes = {name: shape for name, (_, shape) in read_safetensors_header(path).items()}
+        shapes = {name: entry.shape for name, entry in read_safetensors_header(path).items()}
         got = {name: tuple(tensor.shape) for name, tensor in open_folder(tmp_path).tensors()}
     except WeightsError:
         return

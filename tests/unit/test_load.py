@@ -261,7 +261,7 @@ def test_w04_rows_that_make_no_whole_heads_are_refused(tmp_path: Path) -> None:
 
 
 def test_unpermute_by_the_worked_example() -> None:
-    assert unpermute(np.array([0, 2, 1, 3, 10, 12, 11, 13]), 2, "q").tolist() == [
+    assert unpermute(torch.tensor([0, 2, 1, 3, 10, 12, 11, 13]), 2, "q").tolist() == [
         0,
         1,
         2,

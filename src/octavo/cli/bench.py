@@ -18,7 +18,7 @@ from octavo.weights.hub import DEFAULT_MODEL
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(help="Measure attention and throughput; each prints a table, writes JSON and draws a plot.")
+app = typer.Typer(help="Measure attention, throughput and quality; each prints a table and writes JSON.")
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
@@ -121,6 +121,48 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
         throughput_report.plot(result, out / "throughput.png")
     _console().print(throughput_report.table(result))
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
+
+
+@app.command("perplexity")
+def perplexity(
+    model: opt.Model = DEFAULT_MODEL,
+    text: Annotated[Path, typer.Option(metavar="FILE", help="The text that is scored.")] = TEXT,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="Ways of keeping the weights, by commas; the first is the measure."
+        ),
+    ] = "float32,q8_0,q4_1",
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a window; its second half is scored.")] = 2048,
+    max_windows: Annotated[
+        int | None, typer.Option(min=1, help="Score no more than this many windows.")
+    ] = None,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What it costs in quality to quantise a model at load.
+
+    Needs a checkpoint of float weights for q8_0 and q4_1, such as a folder of safetensors.
+    """
+    from rich.console import Console
+
+    from octavo.bench import perplexity as bench
+
+    console = Console(stderr=True, soft_wrap=True)
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            model,
+            [name.strip() for name in weights.split(",") if name.strip()],
+            text,
+            window=window,
+            max_windows=max_windows,
+            options={"num_threads": threads, "kv_cache_memory": "1GiB"},
+            report=lambda line: console.print(line, style="dim", markup=False),
+        )
+        write_json(out / "perplexity.json", {"command": command_line()} | result)
+    _console().print(bench.table(result))
+    print(f"written: {out / 'perplexity.json'}")
 
 
 def _console() -> Console:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.config import WEIGHTS
+
 #: The backends by name, as ``octavo.kernels.api`` has them; that module imports torch.
 ATTENTION = ("fused", "sdpa", "bmm", "loop", "reference")
 KV_DTYPES = ("float32", "float16")
@@ -68,6 +70,15 @@ Attention = Annotated[
         callback=one_of(*ATTENTION),
         metavar="NAME",
         help=f"Attention backend: {', '.join(ATTENTION)}.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(*WEIGHTS),
+        metavar="NAME",
+        help=f"How weights are kept: {', '.join(WEIGHTS)}; auto keeps them as stored.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -52,6 +52,7 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     seed: opt.Seed = None,
     stop: opt.Stop = None,
     attention: opt.Attention = "fused",
+    weights: opt.Weights = "auto",
     threads: opt.Threads = None,
     kv_dtype: opt.KVDtype = "float32",
     kv_cache_memory: opt.KVCacheMemory = None,
@@ -82,6 +83,7 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         prompt = sys.stdin.read()
     engine = {
         "attention": attention,
+        "weights": weights,
         "block_size": block_size,
         "kv_dtype": kv_dtype,
         "kv_cache_memory": kv_cache_memory,
@@ -116,11 +118,11 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
 
 
 def describe(llm: LLM) -> dict[str, Any]:
-    """What computes: the attention backend and its instruction set."""
+    """What computes: the attention backend, its instruction set, and how weights are kept."""
     from octavo.engine.build import isa
 
-    attention = llm.engine.config.attention
-    return {"attention": attention, "isa": isa(attention)}
+    config = llm.engine.config
+    return {"attention": config.attention, "isa": isa(config.attention), "weights": config.weights}
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:

@@ -166,6 +166,7 @@ def prefix_fingerprint(
         weights,
         repr(model),
         config.attention,
+        config.weights,
         config.cache.kv_dtype,
         str(config.cache.block_size),
         config.device,

@@ -9,12 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import Any, Protocol
 
 from octavo.model_metadata import ARCHITECTURES
 
-Named = tuple[str, torch.Tensor]
+
+class Weight(Protocol):
+    """What is asked of a weight here, be it a tensor or a matrix in its stored bits."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def dim(self) -> int: ...
+
+    def t(self) -> Any: ...
+
+    def chunk(self, chunks: int, /) -> Any: ...
+
+
+Named = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +39,10 @@ class Model:
     hf_class: str
     model_type: str
     gguf: str | None
-    canonical: Callable[[str, torch.Tensor], Iterable[Named]]
+    canonical: Callable[[str, Weight], Iterable[Named]]
 
 
-def _llama_like(name: str, tensor: torch.Tensor) -> Iterator[Named]:
+def _llama_like(name: str, tensor: Weight) -> Iterator[Named]:
     if not name.endswith("rotary_emb.inv_freq"):  # a constant that old checkpoints carry along
         yield name, tensor
 
@@ -53,7 +66,7 @@ _GPT2_NAME = re.compile(r"h\.(\d+)\.(.+)\.(weight|bias)")
 _GPT2_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 
 
-def _gpt2(name: str, tensor: torch.Tensor) -> Iterator[Named]:
+def _gpt2(name: str, tensor: Weight) -> Iterator[Named]:
     """GPT-2 stores its matrices ``[in, out]``, and q, k and v as one."""
     short = name.removeprefix("transformer.")
     match = _GPT2_NAME.fullmatch(short)
@@ -81,7 +94,7 @@ MODELS = {
 }
 
 
-def canonical(architecture: str, name: str, tensor: torch.Tensor) -> Iterable[Named]:
+def canonical(architecture: str, name: str, tensor: Weight) -> Iterable[Named]:
     """The canonical (name, tensor) pairs of one tensor of a Hugging Face checkpoint.
 
     A name that the architecture does not know is passed on, for the loader to report. Views are

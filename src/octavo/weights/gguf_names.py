@@ -3,19 +3,19 @@
 Three layouts differ and are undone here. Architecture "llama" (and only it) stores the rows of each Q and K
 head as interleaved rotary pairs (0, d/2, 1, d/2+1, ...), where HF has the two halves one after the other.
 "gemma3" stores norm weights as 1 + w. "gpt2" stores linear weights [out, in], where HF has [in, out].
+The first moves whole rows and the last only says so: both leave the stored bits as they are.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from octavo.weights.errors import WeightsError
 from octavo.weights.gguf import GGUFFile
-
-Floats = NDArray[np.float32]
+from octavo.weights.stored import BlockTensor, Weight
 
 # HF computes these factors from its config; in a GGUF they are data. The name stays GGUF's.
 ROPE_FACTORS = "rope_freqs.weight"
@@ -104,31 +104,33 @@ def hf_name(file: GGUFFile, name: str) -> str:
     )
 
 
-def hf_layout(file: GGUFFile, hf_name: str, tensor: Floats) -> Floats:
-    """A GGUF tensor in HF's layout. May change the tensor in place."""
+def hf_layout(file: GGUFFile, hf_name: str, weight: Weight) -> Weight:
+    """A GGUF tensor in HF's layout, in its own storage type."""
     arch = architecture(file)
     if arch == "llama" and (match := _ROTARY.fullmatch(hf_name)):
         heads = _head_count(file, "head_count" if match[2] == "q" else "head_count_kv", int(match[1]))
-        return unpermute(tensor, heads, hf_name)
-    if arch == "gemma3" and hf_name.endswith("norm.weight"):
-        return np.subtract(tensor, 1, out=tensor)
+        if isinstance(weight, BlockTensor):
+            return replace(weight, rows=unpermute(weight.rows, heads, hf_name))
+        return unpermute(weight, heads, hf_name)
+    if arch == "gemma3" and hf_name.endswith("norm.weight") and isinstance(weight, Tensor):
+        return weight.float() - 1
     if arch == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", hf_name):
-        return np.ascontiguousarray(tensor.T)
-    return tensor
+        return weight.t()
+    return weight
 
 
-def unpermute(tensor: Floats, num_heads: int, name: str) -> Floats:
-    """Rows of each head from interleaved rotary pairs to two halves. tensor [num_heads * head_dim, ...].
+def unpermute(rows: Tensor, num_heads: int, name: str) -> Tensor:
+    """Rows of each head from interleaved rotary pairs to two halves. rows [num_heads * head_dim, ...].
 
     With head_dim 4, rows stored as 0 2 1 3 come back as 0 1 2 3.
     """
-    rows = tensor.shape[0]
-    if num_heads < 1 or rows % (2 * num_heads):
+    count = rows.shape[0]
+    if num_heads < 1 or count % (2 * num_heads):
         raise WeightsError(
-            f"tensor {name!r} has {rows} rows, which do not make {num_heads} heads of an even size"
+            f"tensor {name!r} has {count} rows, which do not make {num_heads} heads of an even size"
         )
-    pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(tensor.shape)
+    pairs = rows.reshape(num_heads, count // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _head_count(file: GGUFFile, what: str, layer: int) -> int:

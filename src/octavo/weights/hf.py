@@ -1,7 +1,7 @@
 """Hugging Face folders: config.json and safetensors, single or sharded.
 
 A safetensors file is a u64 header length, a JSON header and the data. The header and every size and offset in
-it are checked against the file's size before the safetensors library opens the file.
+it are checked against the file's size; then the file is mapped, and a tensor is a view of its pages.
 """
 
 from __future__ import annotations
@@ -13,29 +13,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from octavo.weights.errors import WeightsError
+from octavo.weights.mapped import MappedFile, typed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_JSON_BYTES = 32 << 20
 
-_ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1,
-    "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor lies in a safetensors file; ``offset`` is from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+Header = dict[str, Entry]
+
+
+@dataclass(frozen=True, slots=True)
 class HFFolder:
-    """A checked folder: its config, and for each tensor the file that holds it."""
+    """A checked folder: its config, and for each tensor the file that holds it and its place there."""
 
     path: Path
     config: dict[str, Any]
     tensor_files: dict[str, Path]
+    entries: Header
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -43,15 +60,18 @@ class HFFolder:
         return tuple(dict.fromkeys(self.tensor_files.values()))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) one by one, as stored. A tensor may alias the file's pages: copy it to keep it."""
+        """(name, tensor) one by one, as stored. A tensor aliases the file's pages: copy it to keep it.
+
+        The pages leave this process when the next tensor is asked for.
+        """
         for file in self.files:
-            try:
-                with safe_open(file, framework="pt", device="cpu") as shard:
-                    for name, holder in self.tensor_files.items():
-                        if holder == file:
-                            yield name, shard.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"cannot read {file.name}: {error}") from None
+            data = MappedFile(file)
+            for name, holder in self.tensor_files.items():
+                if holder == file:
+                    entry = self.entries[name]
+                    raw = data.view(entry.offset, entry.num_bytes)
+                    yield name, typed(raw, _DTYPES[entry.dtype], entry.shape)
+                    data.release(entry.offset, entry.num_bytes)
 
 
 def open_folder(path: Path) -> HFFolder:
@@ -61,9 +81,10 @@ def open_folder(path: Path) -> HFFolder:
     """
     config = read_json(path / "config.json")
     if (path / INDEX).exists():
-        return HFFolder(path, config, _from_index(path))
+        return HFFolder(path, config, *_from_index(path))
     file = _single_file(path)
-    return HFFolder(path, config, dict.fromkeys(read_safetensors_header(file), file))
+    header = read_safetensors_header(file)
+    return HFFolder(path, config, dict.fromkeys(header, file), header)
 
 
 def _single_file(path: Path) -> Path:
@@ -86,13 +107,14 @@ def _single_file(path: Path) -> Path:
     raise WeightsError(f"{path.name} holds no safetensors file; a folder of them or a .gguf file is needed")
 
 
-def _from_index(path: Path) -> dict[str, Path]:
+def _from_index(path: Path) -> tuple[dict[str, Path], Header]:
     """The index is the authority: files and tensors that it does not name are ignored."""
     weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise WeightsError(f"{INDEX} has no weight_map")
-    headers: dict[str, dict[str, Any]] = {}
+    headers: dict[str, Header] = {}
     tensor_files: dict[str, Path] = {}
+    entries: Header = {}
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise WeightsError(
@@ -103,7 +125,8 @@ def _from_index(path: Path) -> dict[str, Path]:
         if name not in headers[file_name]:
             raise WeightsError(f"{INDEX} places {name!r} in {file_name}, which does not hold it")
         tensor_files[name] = path / file_name
-    return tensor_files
+        entries[name] = headers[file_name][name]
+    return tensor_files, entries
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,8 +163,8 @@ def _json_object(raw: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def read_safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) by tensor name, after checking that every tensor lies within the file."""
+def read_safetensors_header(path: Path) -> Header:
+    """Every tensor's place by name, after checking that it lies within the file."""
     try:
         # Asked before opening, because opening a pipe waits for its writer.
         if not path.is_file():
@@ -162,26 +185,28 @@ def read_safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]
     except OSError as error:
         raise WeightsError(f"cannot read {path.name}: {error.strerror}") from None
     header.pop("__metadata__", None)
-    return {name: _checked(name, entry, size - 8 - length, path.name) for name, entry in header.items()}
+    return {name: _checked(name, entry, (8 + length, size), path.name) for name, entry in header.items()}
 
 
-def _checked(name: str, entry: Any, data_bytes: int, file_name: str) -> tuple[str, tuple[int, ...]]:
+def _checked(name: str, entry: Any, data: tuple[int, int], file_name: str) -> Entry:
+    """``data`` is where the file's data begins and ends."""
+    data_bytes = data[1] - data[0]
     where = f"tensor {name[:200]!r} in {file_name}"
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
         raise WeightsError(f"{where} has no valid shape and data_offsets")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise WeightsError(f"{where} has the dtype {dtype!r}, supported are {', '.join(_ITEM_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise WeightsError(f"{where} has the dtype {dtype!r}, supported are {', '.join(_DTYPES)}")
     begin, end = offsets
     if not begin <= end <= data_bytes:
         raise WeightsError(f"{where} claims the bytes {begin} to {end} of {data_bytes}")
     # At most 8 dimensions, so that the product stays a small number.
-    if len(shape) > 8 or math.prod(shape) * _ITEM_BYTES[dtype] != end - begin:
+    if len(shape) > 8 or math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
         raise WeightsError(
             f"{where} of shape {shape[:8]} and dtype {dtype} does not fit its {end - begin} bytes"
         )
-    return dtype, tuple(shape)
+    return Entry(dtype, tuple(shape), data[0] + begin, end - begin)
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:

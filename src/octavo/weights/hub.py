@@ -14,11 +14,13 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from octavo.weights.digest import sha256_of
 from octavo.weights.errors import WeightsError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 CACHE_VARIABLE = "OCTAVO_CACHE"
 _COPY_BYTES = 1 << 20
@@ -253,6 +255,9 @@ def _ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _bar(description: str, total: int, progress: bool) -> tqdm:
+    # Imported only where something is pulled: a start from the cache has no bar to show.
+    from tqdm import tqdm
+
     # None: only where stderr is a terminal.
     return tqdm(desc=description, total=total, unit="B", unit_scale=True, disable=None if progress else True)
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.linear import StoredMatrix
 from octavo.weights import gguf_names, hf
+from octavo.weights.convert import Converter
 from octavo.weights.digest import sha256_of
 from octavo.weights.errors import WeightsError
-from octavo.weights.gguf import GGUFFile, read_header
+from octavo.weights.gguf import GGUFFile, TensorInfo, read_header
+from octavo.weights.mapped import MappedFile, typed
 from octavo.weights.quants import dequantize
+from octavo.weights.stored import BlockTensor, Weight, equal, float32, kind_of
 
 log = logging.getLogger("octavo")
 
@@ -29,8 +31,9 @@ LM_HEAD = "lm_head.weight"
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-Canonical = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
+Canonical = Callable[[str, Weight], Iterable[tuple[str, Weight]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,21 @@ class Checkpoint:
     names: tuple[str, ...]
     source: hf.HFFolder | GGUFFile
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, tensor), one at a time, so that no second copy of the model exists.
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """(HF name, weight as stored), one at a time, so that no second copy of the model exists.
 
-        HF tensors come as stored and may alias the file's pages; GGUF tensors come as float32, in HF's
-        layout: rotary rows in HF's order, Gemma's norm weights without the 1 that GGUF adds.
+        They are in HF's layout: rotary rows in HF's order, Gemma's norm weights without the 1 that GGUF
+        adds. Most alias the file's pages, which leave this process when the next is asked for: copy one to
+        keep it.
         """
-        return self.source.tensors() if isinstance(self.source, hf.HFFolder) else _gguf_tensors(self.source)
+        if isinstance(self.source, hf.HFFolder):
+            return self.source.tensors()
+        return _gguf_weights(self.source)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """As ``weights``, with GGUF's blocks expanded to float32."""
+        for name, weight in self.weights():
+            yield name, float32(weight) if isinstance(weight, BlockTensor) else weight
 
     @property
     def num_bytes(self) -> int:
@@ -92,67 +103,126 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path, "gguf", file.metadata, names, file)
 
 
-def _gguf_tensors(file: GGUFFile) -> Iterator[tuple[str, Tensor]]:
-    raw = np.memmap(file.path, np.uint8, "r").view(np.ndarray)
+def _gguf_weights(file: GGUFFile) -> Iterator[tuple[str, Weight]]:
+    data = MappedFile(file.path)
     for name, info in file.tensors.items():
-        if info.offset + info.num_bytes > raw.size:
-            raise WeightsError(f"{file.path.name} has changed since it was opened")
-        values = dequantize(info, raw[info.offset : info.offset + info.num_bytes])
+        weight = _gguf_weight(info, data.view(info.offset, info.num_bytes))
         hf_name = gguf_names.hf_name(file, name)
-        yield hf_name, torch.from_numpy(gguf_names.hf_layout(file, hf_name, values))
+        yield hf_name, gguf_names.hf_layout(file, hf_name, weight)
+        data.release(info.offset, info.num_bytes)
+
+
+def _gguf_weight(info: TensorInfo, raw: Tensor) -> Weight:
+    if info.ggml_type in _GGUF_DTYPES:
+        return typed(raw, _GGUF_DTYPES[info.ggml_type], info.shape)
+    if len(info.shape) == 2:
+        return BlockTensor(info.ggml_type.lower(), raw.view(info.shape[0], -1), info.shape[1])
+    return torch.from_numpy(dequantize(info.ggml_type, raw.numpy(), info.shape))
 
 
 class Target(Protocol):
-    """A model that knows its weights by canonical names and copies each into place, upcasting as needed."""
+    """A model that knows its weights by canonical names and copies each into place."""
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
-        """Canonical name -> shape of every tensor that a checkpoint must bring."""
+        """Canonical name -> shape of every weight that a checkpoint must bring."""
         ...
 
-    def load_weight(self, name: str, tensor: Tensor) -> None:
+    def load_weight(self, name: str, weight: Tensor) -> None:
         """Copy one of them, of any float dtype."""
+        ...
+
+
+class StoredTarget(Protocol):
+    """A model that keeps matrices in their storage type."""
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """As for Target."""
+        ...
+
+    def load_weight(self, name: str, weight: Tensor | StoredMatrix) -> None:
+        """Copy one of them: a matrix as StoredMatrix, everything else as a float32 tensor."""
         ...
 
 
 def load_model(
     target: Target, checkpoint: Checkpoint, *, tied: bool, canonical: Canonical | None = None
 ) -> None:
-    """Give the target every weight it expects, each exactly once and in its shape.
+    """Give the target every weight it expects, each exactly once and in its shape, as tensors.
 
-    canonical: (HF name, tensor) -> the (canonical name, tensor) pairs it stands for; by default itself.
+    canonical: (HF name, weight) -> the (canonical name, weight) pairs it stands for; by default itself.
     tied: the config says that the output projection is the embedding, so the target expects no
     lm_head.weight; one that the checkpoint brings must be equal to the embedding.
-    Tensors that are not float32 (float16, bfloat16) are upcast, with one line in the log.
+    Weights that are not float32 are used as if they were, with one line in the log for each type.
 
-    Raises WeightsError that names tensors that are missing, not in the model, or of the wrong shape.
+    Raises WeightsError that names weights that are missing, not in the model, or of the wrong shape.
     """
-    expected = target.expected_weights()
+    converter = Converter("float32")
+
+    def give(name: str, weight: Weight) -> None:
+        converter.note(weight)
+        # A tensor of another float type is expanded while it is copied.
+        target.load_weight(name, weight.expand() if isinstance(weight, BlockTensor) else weight)
+
+    _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
+    _report(checkpoint, converter)
+
+
+def load_stored(
+    target: StoredTarget,
+    checkpoint: Checkpoint,
+    weights: str,
+    *,
+    tied: bool,
+    canonical: Canonical | None = None,
+) -> None:
+    """As load_model, with matrices in the storage type that ``weights`` says, one of octavo.config.WEIGHTS.
+
+    A matrix whose type does not change is never copied on the way: the target reads the file's pages, which
+    leave this process after it.
+    """
+    converter = Converter(weights)
+
+    def give(name: str, weight: Weight) -> None:
+        matrix = weight.dim() == 2
+        target.load_weight(name, converter.matrix(name, weight) if matrix else converter.tensor(weight))
+
+    _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
+    _report(checkpoint, converter)
+
+
+def _load(
+    expected: dict[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    give: Callable[[str, Weight], None],
+    *,
+    tied: bool,
+    canonical: Canonical | None,
+) -> None:
     loaded: set[str] = set()
     extra: list[str] = []
-    stored: Counter[torch.dtype] = Counter()
     # Both are held until the end only where there is something to compare.
     compared = {EMBEDDING, LM_HEAD} if tied and LM_HEAD in checkpoint.names else set()
-    held: dict[str, Tensor] = {}
-    for name, tensor in _canonical_tensors(checkpoint, canonical):
+    held: dict[str, Weight] = {}
+    for name, weight in _canonical_weights(checkpoint, canonical):
         if name in loaded:
             raise WeightsError(f"{checkpoint.path.name} has two tensors for {name!r}")
         if name in compared:
-            held[name] = tensor
+            held[name] = weight
         if name in expected:
-            _check(name, expected[name], tensor)
+            _check(name, expected[name], weight)
             with torch.no_grad(), _one_thread():
-                target.load_weight(name, tensor)
-            stored[tensor.dtype] += 1
+                give(name, weight)
             loaded.add(name)
         elif name not in compared:
             extra.append(name)
     _check_complete(checkpoint, [name for name in expected if name not in loaded], extra)
     if held:
         _check_tie(held[EMBEDDING], held[LM_HEAD])
-    for dtype, count in stored.items():
-        if dtype != torch.float32:
-            name = _dtype_name(dtype)
-            log.warning("%s: %d tensors stored as %s are used as float32", checkpoint.path.name, count, name)
+
+
+def _report(checkpoint: Checkpoint, converter: Converter) -> None:
+    for line in converter.lines():
+        log.warning("%s: %s", checkpoint.path.name, line)
 
 
 @contextmanager
@@ -166,31 +236,29 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _canonical_tensors(checkpoint: Checkpoint, canonical: Canonical | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in checkpoint.tensors():
+def _canonical_weights(checkpoint: Checkpoint, canonical: Canonical | None) -> Iterator[tuple[str, Weight]]:
+    for name, weight in checkpoint.weights():
         if name.endswith(_NOT_PARAMETERS):
             continue
         if canonical is None:
-            yield name, tensor
+            yield name, weight
         else:
-            yield from canonical(name, tensor)
+            yield from canonical(name, weight)
 
 
-def _check(name: str, shape: tuple[int, ...], tensor: Tensor) -> None:
-    if tuple(tensor.shape) != tuple(shape):
+def _check(name: str, shape: tuple[int, ...], weight: Weight) -> None:
+    if tuple(weight.shape) != tuple(shape):
         raise WeightsError(
-            f"tensor {name!r} has shape {list(tensor.shape)} in the checkpoint and {list(shape)} in the model"
+            f"tensor {name!r} has shape {list(weight.shape)} in the checkpoint and {list(shape)} in the model"
         )
-    if tensor.dtype not in _FLOATS:
-        allowed = ", ".join(_dtype_name(dtype) for dtype in _FLOATS)
-        raise WeightsError(
-            f"tensor {name!r} is stored as {_dtype_name(tensor.dtype)}, supported are {allowed}"
-        )
+    if isinstance(weight, Tensor) and weight.dtype not in _FLOATS:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+        raise WeightsError(f"tensor {name!r} is stored as {kind_of(weight)}, supported are {allowed}")
 
 
-def _check_tie(embedding: Tensor, head: Tensor) -> None:
+def _check_tie(embedding: Weight, head: Weight) -> None:
     _check(LM_HEAD, tuple(embedding.shape), head)
-    if not torch.equal(head.float(), embedding.float()):
+    if not equal(embedding, head):
         raise WeightsError(
             f"the config ties {LM_HEAD} to {EMBEDDING}, but the checkpoint holds two different tensors"
         )
@@ -211,7 +279,3 @@ def _check_complete(checkpoint: Checkpoint, missing: list[str], extra: list[str]
 def _listed(names: list[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

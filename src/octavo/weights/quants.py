@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.weights.errors import WeightsError
-from octavo.weights.gguf import GGML_TYPES, TensorInfo
+from octavo.weights.gguf import GGML_TYPES
 
 # Blocks per call, so that the temporaries stay in the cache.
 _CHUNK_BLOCKS = 4096
@@ -24,21 +23,18 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
-def dequantize(info: TensorInfo, data: Bytes) -> Floats:
-    """The tensor as float32 of ``info.shape``, in memory of its own.
+def dequantize(kind: str, data: Bytes, shape: tuple[int, ...]) -> Floats:
+    """The values of ``shape`` as float32, in memory of their own.
 
-    ``data`` is uint8 [info.num_bytes], the tensor's bytes. Raises WeightsError for a type without a formula.
+    ``kind`` is the type's name, in either case; ``data`` is uint8 [num_bytes], whole blocks.
     """
-    formula = _FORMULAS.get(info.ggml_type)
-    if formula is None:
-        known = ", ".join(_FORMULAS)
-        raise WeightsError(f"tensor {info.name!r} has the type {info.ggml_type}, supported are {known}")
-    out = np.empty(info.shape, np.float32)
-    kind = _TYPES[info.ggml_type]
+    kind = kind.upper()
+    formula, storage = _FORMULAS[kind], _TYPES[kind]
+    out = np.empty(shape, np.float32)
     # A type without blocks is cut into rows of no particular length: here, one row.
-    plain = kind.block_size == 1
-    blocks = data.reshape(1, -1) if plain else data.reshape(-1, kind.block_bytes)
-    rows = out.reshape(1, -1) if plain else out.reshape(-1, kind.block_size)
+    plain = storage.block_size == 1
+    blocks = data.reshape(1, -1) if plain else data.reshape(-1, storage.block_bytes)
+    rows = out.reshape(1, -1) if plain else out.reshape(-1, storage.block_size)
     for start in range(0, len(blocks), _CHUNK_BLOCKS):
         formula(blocks[start : start + _CHUNK_BLOCKS], rows[start : start + _CHUNK_BLOCKS])
     return out
