@@ -6,12 +6,13 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from octavo.attention.backend import AttentionBackend
 from octavo.cache.kv_cache import DTYPES, KVCache
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
@@ -19,12 +20,13 @@ from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.models.decoder import Decoder
+from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
 from octavo.request import check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
-from octavo.weights.load import Checkpoint, load_model, open_checkpoint
+from octavo.weights.load import Checkpoint, load_model, load_stored, open_checkpoint
 
 log = logging.getLogger("octavo")
 
@@ -33,18 +35,34 @@ MAX_THREADS = 1024
 MAX_BLOCKS = 2**31 - 1
 
 
+class LoadOptions(NamedTuple):
+    """What of an ``EngineConfig`` decides how a model lies in memory."""
+
+    attention: str
+    weights: str
+    device: str
+    num_threads: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LoadOptions:
+        num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
+        return cls(config.attention, config.weights, config.device, num_threads)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in memory; several engines may run on it, one after the other.
 
     ``vocab_size``: ids below it are both tokens and rows of the head. ``fingerprint`` is the
-    checkpoint's own digest.
+    checkpoint's own digest. ``options`` are what it was loaded for; its engines run on its ``pool``.
     """
 
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder | NativeDecoder
     tokenizer: Tokenizer
     fingerprint: str
+    options: LoadOptions
+    pool: native.ThreadPool
 
     @property
     def vocab_size(self) -> int:
@@ -58,36 +76,47 @@ class LoadedModel:
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model that ``config`` names and make an engine of it.
 
-    Sets torch's number of threads for the whole process. Raises ValueError, in one sentence, for an
-    option or a model that cannot be served.
+    Raises ValueError, in one sentence, for an option or a model that cannot be served.
     """
     _check(config)
     checkpoint = open_checkpoint(hub.resolve(config.model))
     # Refused before the weights are read, which takes seconds.
-    _backend(config, read_config(checkpoint))
-    return assemble(config, load(checkpoint, config.device))
+    _backend(config, read_config(checkpoint), native.ThreadPool(1))
+    return assemble(config, load(checkpoint, config))
 
 
-def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
-    """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
-    config = read_config(checkpoint)
-    _check_size(config, checkpoint)
+def load(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
+    """Read weights and tokenizer. Raises ValueError for what is damaged or not supported.
+
+    With "fused" attention the decoder is native and keeps matrices as ``config.weights`` says; with any other
+    it is torch's, in float32, and torch's number of threads is set for the whole process.
+    """
+    model = read_config(checkpoint)
+    _check_size(model, checkpoint)
     tokenizer = read_tokenizer(checkpoint)
-    decoder = Decoder(config, device)
-    to_canonical = partial(canonical, config.architecture)
-    load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
-    decoder.pack()
-    if not decoder.packed:
-        log.warning(
-            "torch cannot pack weights here: linear layers run on plain ones, at up to twice the time"
+    options = LoadOptions.of(config)
+    pool = native.ThreadPool(options.num_threads)
+    to_canonical = partial(canonical, model.architecture)
+    decoder: Decoder | NativeDecoder
+    if options.attention == "fused":
+        decoder = NativeDecoder(model, pool)
+        load_stored(
+            decoder, checkpoint, options.weights, tied=model.tie_word_embeddings, canonical=to_canonical
         )
-    return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
+    else:
+        torch.set_num_threads(options.num_threads)
+        decoder = Decoder(model, options.device)
+        load_model(decoder, checkpoint, tied=model.tie_word_embeddings, canonical=to_canonical)
+    return LoadedModel(model, decoder, tokenizer, checkpoint.fingerprint(), options, pool)
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine with its own pool over a loaded model; see :func:`build_engine`."""
-    attention = _backend(config, loaded.config)
-    torch.set_num_threads(attention.pool.num_threads)
+    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`."""
+    if LoadOptions.of(config) != loaded.options:
+        raise ValueError(
+            f"the model was loaded for {loaded.options}, the engine wants {LoadOptions.of(config)}"
+        )
+    attention = _backend(config, loaded.config, loaded.pool)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
@@ -195,6 +224,12 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
+    if config.weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {config.weights!r:.100}")
+    if config.attention != "fused" and config.weights not in ("auto", "float32"):
+        raise ValueError(
+            f'weights={config.weights!r} needs attention="fused": with {config.attention!r} they are float32'
+        )
     if config.device != "cpu":
         _check_device(config.device)
     resources.check_block_size(config.cache.block_size)
@@ -211,8 +246,7 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
-def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
-    num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
+def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
     spec = AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -221,4 +255,4 @@ def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
-    return AttentionBackend(config.attention, spec, native.ThreadPool(num_threads))
+    return AttentionBackend(config.attention, spec, pool)
