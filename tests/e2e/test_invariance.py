@@ -54,7 +54,7 @@ LIGHT = Matrix(FEW_LENGTHS, 8, {1: 17, 7: 257, 16: 257})
 
 @pytest.fixture(scope="module")
 def loaded(smollm2_path: Path) -> LoadedModel:
-    return load(open_checkpoint(smollm2_path))
+    return load(open_checkpoint(smollm2_path), EngineConfig(model="smollm2"))
 
 
 def text_of(num_words: int, seed: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch
 
 from octavo.attention.backend import AttentionBackend
 from octavo.cache.kv_cache import DTYPES, KVCache
-from octavo.config import EngineConfig, ModelConfig
+from octavo.config import WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
@@ -19,12 +20,13 @@ from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.models.decoder import Decoder
+from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
 from octavo.request import check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
-from octavo.weights.load import Checkpoint, load_model, open_checkpoint
+from octavo.weights.load import Checkpoint, load_model, load_stored, open_checkpoint
 
 log = logging.getLogger("octavo")
 
@@ -38,13 +40,15 @@ class LoadedModel:
     """A model in memory; several engines may run on it, one after the other.
 
     ``vocab_size``: ids below it are both tokens and rows of the head. ``fingerprint`` is the
-    checkpoint's own digest.
+    checkpoint's own digest. ``pool`` is what the model computes on, and its engines with it.
     """
 
     config: ModelConfig
-    decoder: Decoder
+    decoder: Decoder | NativeDecoder
     tokenizer: Tokenizer
     fingerprint: str
+    weights: str
+    pool: native.ThreadPool
 
     @property
     def vocab_size(self) -> int:
@@ -62,31 +66,75 @@ def build_engine(config: EngineConfig) -> Engine:
     option or a model that cannot be served.
     """
     _check(config)
-    checkpoint = open_checkpoint(hub.resolve(config.model))
-    # Refused before the weights are read, which takes seconds.
-    _backend(config, read_config(checkpoint))
-    return assemble(config, load(checkpoint, config.device))
+    return assemble(config, load(open_checkpoint(hub.resolve(config.model)), config))
 
 
-def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
-    """Read weights and tokenizer. Raises ValueError for what is damaged or not supported."""
-    config = read_config(checkpoint)
-    _check_size(config, checkpoint)
-    tokenizer = read_tokenizer(checkpoint)
-    decoder = Decoder(config, device)
-    to_canonical = partial(canonical, config.architecture)
-    load_model(decoder, checkpoint, tied=config.tie_word_embeddings, canonical=to_canonical)
+def load(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
+    """Read weights and tokenizer; of ``config`` count attention, weights, device and threads.
+
+    Raises ValueError for what is damaged or not supported.
+    """
+    model = read_config(checkpoint)
+    pool = native.ThreadPool(resources.usable_cpus() if config.num_threads is None else config.num_threads)
+    # Refused before the weights are read, which takes time.
+    _backend(config, model, pool)
+    _check_size(model, checkpoint)
+    # The digest needs one core and no Python; it is wanted last.
+    with ThreadPoolExecutor(1) as beside:
+        fingerprint = beside.submit(checkpoint.fingerprint)
+        tokenizer = read_tokenizer(checkpoint)
+        decoder = _native_decoder if is_native(config) else _torch_decoder
+        return LoadedModel(
+            config=model,
+            decoder=decoder(checkpoint, config, model, pool),
+            tokenizer=tokenizer,
+            fingerprint=fingerprint.result(),
+            weights=config.weights,
+            pool=pool,
+        )
+
+
+def is_native(config: EngineConfig) -> bool:
+    """Whether native kernels compute everything, on weights as stored; else torch does, in float32."""
+    return config.attention == "fused" and config.device == "cpu"
+
+
+def _native_decoder(
+    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, pool: native.ThreadPool
+) -> NativeDecoder:
+    decoder = NativeDecoder(model, pool)
+    to_canonical = partial(canonical, model.architecture)
+    load_stored(
+        decoder, checkpoint, config.weights, tied=model.tie_word_embeddings, canonical=to_canonical
+    )
+    return decoder
+
+
+def _torch_decoder(
+    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, _: native.ThreadPool
+) -> Decoder:
+    decoder = Decoder(model, config.device)
+    to_canonical = partial(canonical, model.architecture)
+    load_model(decoder, checkpoint, tied=model.tie_word_embeddings, canonical=to_canonical)
     decoder.pack()
     if not decoder.packed:
         log.warning(
             "torch cannot pack weights here: linear layers run on plain ones, at up to twice the time"
         )
-    return LoadedModel(config, decoder, tokenizer, checkpoint.fingerprint())
+    return decoder
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine with its own pool over a loaded model; see :func:`build_engine`."""
-    attention = _backend(config, loaded.config)
+    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`.
+
+    ``config`` agrees in attention, weights and device with the one that the model was loaded for.
+    """
+    if isinstance(loaded.decoder, NativeDecoder) != is_native(config) or loaded.weights != config.weights:
+        raise ValueError(
+            f"the model was loaded with weights={loaded.weights!r} for another attention or device, or for "
+            f"other weights than attention={config.attention!r}, weights={config.weights!r} ask for"
+        )
+    attention = _backend(config, loaded.config, loaded.pool)
     torch.set_num_threads(attention.pool.num_threads)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
@@ -193,6 +241,13 @@ def _check(config: EngineConfig) -> None:
         )
     if config.seed is not None and not is_int(config.seed):
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
+    if config.weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {config.weights!r:.100}")
+    if not is_native(config) and config.weights not in ("auto", "float32"):
+        raise ValueError(
+            f"weights={config.weights!r} needs attention='fused' on the CPU; everything else computes with "
+            "float32 weights"
+        )
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
     if config.device != "cpu":
@@ -211,8 +266,7 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
-def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
-    num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
+def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
     spec = AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -221,4 +275,4 @@ def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
-    return AttentionBackend(config.attention, spec, native.ThreadPool(num_threads))
+    return AttentionBackend(config.attention, spec, pool)
