@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "rows.h"
+
 namespace octavo {
 
 // Absolute positions per partial. Part of the result's definition: see span_kernel.inl.
@@ -65,6 +67,7 @@ struct Isa {
     void (*to_half)(const float* x, int64_t n, uint16_t* out);
     // Reads every byte once; the value only keeps the reads alive.
     uint64_t (*read)(const void* data, int64_t bytes);
+    const RowKernels* rows;
 };
 
 const Isa& portable_isa();

@@ -106,8 +106,9 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 }
 
 #include "span_kernel.inl"
+#include "rows.inl"
 
-const Isa kIsa = {"portable", span, merge, divide, exp_all, to_half, read_all};
+const Isa kIsa = {"portable", span, merge, divide, exp_all, to_half, read_all, &kRows};
 
 }  // namespace
 

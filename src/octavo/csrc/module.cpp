@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "layer_module.h"
 #include "linear.h"
 #include "plan.h"
 
@@ -150,4 +151,6 @@ NB_MODULE(_native, m) {
             return read_memory(at<const void>(data), bytes, pool, kernels);
         },
         "data"_a, "bytes"_a, "pool"_a);
+
+    bind_layer(m);
 }

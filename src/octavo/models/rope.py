@@ -109,18 +109,22 @@ class RopeTable:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each of ``positions`` ``[num_tokens]`` int64."""
-        longest = int(positions.max())
+        rows = self.upto(int(positions.max())).index_select(0, positions)
+        return Rotation(rows[:, :1], rows[:, 1:])
+
+    def upto(self, longest: int) -> torch.Tensor:
+        """Cosines and sines of position 0 to at least ``longest``: ``[positions, 2, head_dim]``."""
         if longest >= self._table.shape[0]:
             self._grow(longest)
-        rows = self._table.index_select(0, positions)
-        return Rotation(rows[:, :1], rows[:, 1:])
+        return self._table
 
     def _grow(self, longest: int) -> None:
         inverse, factor = frequencies(self._config, self._head_dim, self._factors)
         chunks = [self._table]
         for first in range(self._table.shape[0], longest + 1, CHUNK):
             angles = torch.outer(torch.arange(first, first + CHUNK, dtype=torch.float32), inverse)
-            cos, sin = angles.cos() * factor, angles.sin() * factor
+            angles = angles.double()  # a library's own float32 cosine may depend on the length of the vector
+            cos, sin = ((f(angles) * factor).float() for f in (torch.cos, torch.sin))
             rows = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
             chunks.append(rows.to(self._table.device))
         self._table = torch.cat(chunks)

@@ -1,0 +1,170 @@
+"""The decoder whose every number comes from native kernels: a row's logits are the same to the bit
+alone, in a batch, in any chunk and on any number of threads. torch only holds its memory."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.attention.backend import AttentionBackend
+from octavo.batch import ForwardBatch
+from octavo.cache.kv_cache import KVCache
+from octavo.config import ModelConfig
+from octavo.kernels import layer as kernel
+from octavo.kernels.api import KVLayer
+from octavo.kernels.layer import LayerShape, NativeLayer, NormWeights
+from octavo.kernels.linear import PackedLinear, StoredMatrix
+from octavo.kernels.native import ThreadPool
+from octavo.models import parts
+from octavo.models.rope import RopeTable
+
+
+class NativeDecoder:
+    """The same face as ``Decoder``, on the CPU and with ``fused`` attention. Matrices keep their stored bits.
+
+    One step at a time: its buffers are reused. ``isa`` "portable" or "avx2" forces the kernels (tests).
+    """
+
+    def __init__(self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto") -> None:
+        self.config = config
+        self.pool = pool
+        self._isa = isa
+        self._workspace = kernel.Workspace()
+        self._shape = LayerShape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            gated=config.gated_mlp,
+            activation=config.activation,
+        )
+        hidden, vocab = config.hidden_size, config.vocab_size
+        learned, rotary = config.positions == "learned", config.positions == "rope"
+        self._matrices: dict[str, tuple[PackedLinear, str]] = {}
+        self._vectors: dict[str, tuple[torch.Tensor, float]] = {}
+        self._embedding = self._table(parts.EMBEDDING, vocab)
+        self._places = self._table(parts.PLACES, config.max_position_embeddings) if learned else None
+        self._head = self._embedding if config.tie_word_embeddings else self._table(parts.HEAD, vocab)
+        self._norm = self._norm_weights(parts.FINAL_NORM, hidden)
+        has_factors = rotary and config.rope.scaling == "factors"
+        factors = self._vector(parts.ROPE_FACTORS, config.head_dim // 2) if has_factors else None
+        ropes = [config.layer_rope(i) if rotary else None for i in range(config.num_layers)]
+        tables = {
+            rope: RopeTable(rope, config.head_dim, "cpu", factors) for rope in ropes if rope is not None
+        }
+        self._tables = [None if rope is None else tables[rope] for rope in ropes]
+        self._layers = [self._layer(i) for i in range(config.num_layers)]
+        self._native: list[NativeLayer] = []
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """Compute one step: K and V of its tokens go to the cache, the result is ``[num_tokens, hidden]``.
+
+        Hidden states are those before the final norm. Raises ValueError, before anything is written, for a
+        token, position or slot that there is not.
+        """
+        self._ready()
+        plan = attention.plan(batch)
+        longest = int(batch.positions.max())
+        ropes = [0 if table is None else table.upto(longest).data_ptr() for table in self._tables]
+        layers = [
+            KVLayer(*kv_cache.layer(i), self.config.softmax_scale, self.config.window(i))
+            for i in range(self.config.num_layers)
+        ]
+        step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)
+        scale = self.config.embedding_scale
+        workspace, pool = self._workspace, self.pool
+        kernel.embed(
+            self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa
+        )
+        for layer, rope, kv in zip(self._native, ropes, layers, strict=True):
+            layer.before_attention(
+                step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), workspace, pool
+            )
+            out = attention.run(step.q, kv, plan)
+            layer.after_attention(step.native, out.data_ptr(), workspace, pool)
+        return step.x
+
+    __call__ = forward
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and vocabulary: rows ``[n, hidden]`` of ``forward`` -> ``[n, vocab]`` float32."""
+        self._ready()
+        return kernel.logits(self._norm, self._head, hidden, self._workspace, self.pool, self._isa)
+
+    def expected_weights(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""
+        matrices = {
+            name: (linear.parts[part], linear.inputs) for name, (linear, part) in self._matrices.items()
+        }
+        return matrices | {name: tuple(vector.shape) for name, (vector, _) in self._vectors.items()}
+
+    def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
+        """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
+
+        Raises ValueError for a name that this model does not have, a wrong shape, or a second matrix.
+        """
+        if name in self._matrices:
+            linear, part = self._matrices[name]
+            shape: tuple[int, ...] = (linear.parts[part], linear.inputs)
+        elif name in self._vectors:
+            shape = tuple(self._vectors[name][0].shape)
+        else:
+            raise ValueError(f"this {self.config.architecture} model has no weight called {name!r}")
+        stored = isinstance(weight, StoredMatrix)
+        got = (weight.outputs, weight.inputs) if isinstance(weight, StoredMatrix) else tuple(weight.shape)
+        if got != shape:
+            raise ValueError(f"{name} must have shape {shape}, the checkpoint has {got}")
+        if name in self._matrices:
+            linear, part = self._matrices[name]
+            linear.pack(part, weight if stored else StoredMatrix.of(weight))
+        else:
+            assert isinstance(weight, torch.Tensor)
+            vector, offset = self._vectors[name]
+            vector.copy_(weight).add_(offset)
+
+    def _ready(self) -> None:
+        """Native layers hold addresses of packed weights, so they are made when all are there."""
+        if not self._native:
+            self._native = [
+                NativeLayer(self._shape, projections, norms, self._isa) for projections, norms in self._layers
+            ]
+
+    def _layer(
+        self, index: int
+    ) -> tuple[dict[str, tuple[PackedLinear, torch.Tensor | None]], dict[str, NormWeights]]:
+        prefix = f"model.layers.{index}."
+        projections = {}
+        for role, part in parts.projections(self.config).items():
+            linear = PackedLinear(part.inputs, part.outputs, self.pool)
+            bias = torch.empty(linear.outputs) if part.bias else None
+            first = 0
+            for name, rows in part.outputs.items():
+                self._matrices[f"{prefix}{name}.weight"] = (linear, name)
+                if bias is not None:
+                    self._vectors[f"{prefix}{name}.bias"] = (bias[first : first + rows], 0.0)
+                first += rows
+            projections[role] = (linear, bias)
+        norms = {
+            role: self._norm_weights(prefix + name, self.config.hidden_size)
+            for role, name in parts.norms(self.config).items()
+        }
+        for role, name in parts.head_norms(self.config).items():
+            weight = self._vector(f"{prefix}{name}.weight", self.config.head_dim, self.config.norm_weight_offset)
+            norms[role] = NormWeights(weight, None, self.config.norm_eps, center=False)
+        return projections, norms
+
+    def _table(self, name: str, rows: int) -> PackedLinear:
+        table = PackedLinear(self.config.hidden_size, {name: rows}, self.pool)
+        self._matrices[name] = (table, name)
+        return table
+
+    def _vector(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+        vector = torch.empty(size)
+        self._vectors[name] = (vector, offset)
+        return vector
+
+    def _norm_weights(self, name: str, size: int) -> NormWeights:
+        center = self.config.norm == "layer"
+        weight = self._vector(f"{name}.weight", size, self.config.norm_weight_offset)
+        bias = self._vector(f"{name}.bias", size) if center else None
+        return NormWeights(weight, bias, self.config.norm_eps, center)
