@@ -104,9 +104,7 @@ def _native_decoder(
 ) -> NativeDecoder:
     decoder = NativeDecoder(model, pool)
     to_canonical = partial(canonical, model.architecture)
-    load_stored(
-        decoder, checkpoint, config.weights, tied=model.tie_word_embeddings, canonical=to_canonical
-    )
+    load_stored(decoder, checkpoint, config.weights, tied=model.tie_word_embeddings, canonical=to_canonical)
     return decoder
 
 

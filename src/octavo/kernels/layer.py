@@ -171,4 +171,6 @@ def logits(
 
 def _check_ints(name: str, x: torch.Tensor, rows: int) -> None:
     if x.dtype != torch.int64 or x.device.type != "cpu" or x.shape != (rows,) or not x.is_contiguous():
-        raise ValueError(f"{name} must be [{rows}] int64, contiguous, on the CPU, got {list(x.shape)} {x.dtype}")
+        raise ValueError(
+            f"{name} must be [{rows}] int64, contiguous, on the CPU, got {list(x.shape)} {x.dtype}"
+        )

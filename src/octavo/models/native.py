@@ -73,13 +73,9 @@ class NativeDecoder:
         step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)
         scale = self.config.embedding_scale
         workspace, pool = self._workspace, self.pool
-        kernel.embed(
-            self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa
-        )
+        kernel.embed(self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa)
         for layer, rope, kv in zip(self._native, ropes, layers, strict=True):
-            layer.before_attention(
-                step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), workspace, pool
-            )
+            layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), workspace, pool)
             out = attention.run(step.q, kv, plan)
             layer.after_attention(step.native, out.data_ptr(), workspace, pool)
         return step.x
@@ -149,7 +145,9 @@ class NativeDecoder:
             for role, name in parts.norms(self.config).items()
         }
         for role, name in parts.head_norms(self.config).items():
-            weight = self._vector(f"{prefix}{name}.weight", self.config.head_dim, self.config.norm_weight_offset)
+            weight = self._vector(
+                f"{prefix}{name}.weight", self.config.head_dim, self.config.norm_weight_offset
+            )
             norms[role] = NormWeights(weight, None, self.config.norm_eps, center=False)
         return projections, norms
 
