@@ -74,6 +74,81 @@ def linear(
     pool: ThreadPool,
     isa: str,
 ) -> None: ...
+class Workspace:
+    """Memory that only grows, for what lives within one call."""
+
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+class Norm:
+    """Addresses: whoever makes it keeps the weights alive."""
+
+    def __init__(self, *, weight: int, bias: int, eps: float, center: bool) -> None: ...
+
+class Step:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        x: int,
+        qkv: int,
+        positions: int,
+        num_positions: int,
+        slots: int,
+        num_blocks: int,
+        shape: Shape,
+    ) -> None: ...
+
+class Layer:
+    """Addresses of one layer's weights and what is done with them; see ``csrc/layer.h``."""
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        intermediate: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        gated: bool,
+        activation: str,
+        isa: str,
+    ) -> None: ...
+    def set_norm(self, name: str, norm: Norm) -> None: ...
+    def set_projection(self, name: str, weights: list[PackedWeight], bias: int) -> None: ...
+    def before_attention(
+        self, step: Step, rope: int, key: int, value: int, workspace: Workspace, pool: ThreadPool
+    ) -> None: ...
+    def after_attention(self, step: Step, attention: int, workspace: Workspace, pool: ThreadPool) -> None: ...
+
+def embed(
+    *,
+    tokens: PackedWeight,
+    ids: int,
+    scale: float,
+    places: PackedWeight | None,
+    positions: int,
+    rows: int,
+    x: int,
+    workspace: Workspace,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
+def logits(
+    *,
+    norm: Norm,
+    head: PackedWeight,
+    x: int,
+    x_stride: int,
+    rows: int,
+    out: int,
+    workspace: Workspace,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
+def activate(*, activation: str, gate: int, up: int, n: int, out: int, isa: str) -> None: ...
+def norm(*, norm: Norm, x: int, n: int, out: int, isa: str) -> None: ...
 def write_kv(
     *,
     k: int,

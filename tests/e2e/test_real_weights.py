@@ -13,9 +13,10 @@ from octavo.config import ModelConfig
 from octavo.kernels.api import AttentionSpec
 from octavo.kernels.native import ThreadPool
 from octavo.models.decoder import Decoder
+from octavo.models.native import NativeDecoder
 from octavo.models.registry import MODELS
 from octavo.weights import hub
-from octavo.weights.load import load_model, open_checkpoint
+from octavo.weights.load import load_model, load_stored, open_checkpoint
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 16
@@ -50,10 +51,10 @@ def config_of(checkpoint):
     return ModelConfig.from_gguf(checkpoint.metadata, checkpoint.names)
 
 
-def load(checkpoint, change=lambda name, tensor: tensor):
-    """The decoder of a checkpoint, each tensor passed through ``change``."""
+def load(checkpoint, change=lambda name, tensor: tensor, kind=Decoder):
+    """The float32 decoder of a checkpoint, each tensor passed through ``change``."""
     config = config_of(checkpoint)
-    decoder = Decoder(config)
+    decoder = kind(config)
 
     def changed(name, tensor):
         for target, part in MODELS[config.architecture].canonical(name, tensor):
@@ -172,10 +173,11 @@ def test_smollm2_equals_transformers(smollm2, smollm2_decoder, smollm2_expected)
 
 @pytest.mark.real_model
 def test_smollm2_as_it_is_served_equals_transformers(smollm2, smollm2_expected):
-    """The native kernel and, where torch can, packed weights: what ``LLM`` runs by default."""
-    decoder = load(smollm2)
-    decoder.pack()
-    assert decoder.packed == torch.backends.mkldnn.is_available()
+    """The native decoder on weights as they are stored: what ``LLM`` runs by default."""
+    config = config_of(smollm2)
+    decoder = NativeDecoder(config, ThreadPool(1))
+    to_canonical = MODELS[config.architecture].canonical
+    load_stored(decoder, smollm2, "auto", tied=config.tie_word_embeddings, canonical=to_canonical)
     compare(decoder, smollm2_expected, text_ids(smollm2, "Ġ"), "fused")
 
 

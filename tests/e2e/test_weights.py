@@ -218,7 +218,7 @@ def test_a_quantised_model_is_not_quantised_again(config: EngineConfig) -> None:
 def test_an_engine_needs_the_model_that_was_loaded_for_it(tmp_path: Path, changes: dict) -> None:
     config = EngineConfig(model="m", weights="float32", num_threads=1)
     loaded = load(open_checkpoint(write_tokenized(tmp_path / "m")), config)
-    with pytest.raises(ValueError, match="was loaded with weights='float32'"):
+    with pytest.raises(ValueError, match=r"was loaded for .*weights='float32'"):
         assemble(replace(config, **changes), loaded)
 
 
@@ -238,7 +238,7 @@ def write_tokenized(path: Path) -> Path:
 
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_the_torch_backends_refuse_what_they_would_have_to_expand(tmp_path: Path, attention: str) -> None:
-    with pytest.raises(ValueError, match=r"weights='q8_0' needs attention='fused' on the CPU"):
+    with pytest.raises(ValueError, match=r"weights='q8_0' needs attention=.fused.: with '\w+' they are float32"):
         LLM(str(tmp_path), attention=attention, weights="q8_0")
     with pytest.raises(ValueError, match=r"weights must be one of auto, .* got 'int3'"):
         LLM(str(tmp_path), weights="int3")

@@ -7,6 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -35,19 +36,33 @@ MAX_THREADS = 1024
 MAX_BLOCKS = 2**31 - 1
 
 
+class LoadOptions(NamedTuple):
+    """What of an ``EngineConfig`` decides how a model lies in memory."""
+
+    attention: str
+    weights: str
+    device: str
+    num_threads: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LoadOptions:
+        num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
+        return cls(config.attention, config.weights, config.device, num_threads)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model in memory; several engines may run on it, one after the other.
 
     ``vocab_size``: ids below it are both tokens and rows of the head. ``fingerprint`` is the
-    checkpoint's own digest. ``pool`` is what the model computes on, and its engines with it.
+    checkpoint's own digest. ``options`` are what it was loaded for; its engines run on its ``pool``.
     """
 
     config: ModelConfig
     decoder: Decoder | NativeDecoder
     tokenizer: Tokenizer
     fingerprint: str
-    weights: str
+    options: LoadOptions
     pool: native.ThreadPool
 
     @property
@@ -62,78 +77,54 @@ class LoadedModel:
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model that ``config`` names and make an engine of it.
 
-    Sets torch's number of threads for the whole process. Raises ValueError, in one sentence, for an
-    option or a model that cannot be served.
+    Raises ValueError, in one sentence, for an option or a model that cannot be served.
     """
     _check(config)
-    return assemble(config, load(open_checkpoint(hub.resolve(config.model)), config))
+    checkpoint = open_checkpoint(hub.resolve(config.model))
+    # Refused before the weights are read, which takes seconds.
+    _backend(config, read_config(checkpoint), native.ThreadPool(1))
+    return assemble(config, load(checkpoint, config))
 
 
 def load(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
-    """Read weights and tokenizer; of ``config`` count attention, weights, device and threads.
+    """Read weights and tokenizer. Raises ValueError for what is damaged or not supported.
 
-    Raises ValueError for what is damaged or not supported.
+    With "fused" attention the decoder is native and keeps matrices as ``config.weights`` says; with any other
+    it is torch's, in float32, and torch's number of threads is set for the whole process.
     """
     model = read_config(checkpoint)
-    pool = native.ThreadPool(resources.usable_cpus() if config.num_threads is None else config.num_threads)
-    # Refused before the weights are read, which takes time.
-    _backend(config, model, pool)
     _check_size(model, checkpoint)
-    # The digest needs one core and no Python; it is wanted last.
+    # The digest wants one core and no Python, and is asked for last.
     with ThreadPoolExecutor(1) as beside:
         fingerprint = beside.submit(checkpoint.fingerprint)
         tokenizer = read_tokenizer(checkpoint)
-        decoder = _native_decoder if is_native(config) else _torch_decoder
-        return LoadedModel(
-            config=model,
-            decoder=decoder(checkpoint, config, model, pool),
-            tokenizer=tokenizer,
-            fingerprint=fingerprint.result(),
-            weights=config.weights,
-            pool=pool,
-        )
+        options = LoadOptions.of(config)
+        pool = native.ThreadPool(options.num_threads)
+        decoder = _decoder(checkpoint, model, options, pool)
+        return LoadedModel(model, decoder, tokenizer, fingerprint.result(), options, pool)
 
 
-def is_native(config: EngineConfig) -> bool:
-    """Whether native kernels compute everything, on weights as stored; else torch does, in float32."""
-    return config.attention == "fused" and config.device == "cpu"
-
-
-def _native_decoder(
-    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, pool: native.ThreadPool
-) -> NativeDecoder:
-    decoder = NativeDecoder(model, pool)
-    to_canonical = partial(canonical, model.architecture)
-    load_stored(decoder, checkpoint, config.weights, tied=model.tie_word_embeddings, canonical=to_canonical)
-    return decoder
-
-
-def _torch_decoder(
-    checkpoint: Checkpoint, config: EngineConfig, model: ModelConfig, _: native.ThreadPool
-) -> Decoder:
-    decoder = Decoder(model, config.device)
-    to_canonical = partial(canonical, model.architecture)
-    load_model(decoder, checkpoint, tied=model.tie_word_embeddings, canonical=to_canonical)
-    decoder.pack()
-    if not decoder.packed:
-        log.warning(
-            "torch cannot pack weights here: linear layers run on plain ones, at up to twice the time"
-        )
+def _decoder(
+    checkpoint: Checkpoint, model: ModelConfig, options: LoadOptions, pool: native.ThreadPool
+) -> Decoder | NativeDecoder:
+    tied, to_canonical = model.tie_word_embeddings, partial(canonical, model.architecture)
+    if options.attention == "fused":
+        stored = NativeDecoder(model, pool)
+        load_stored(stored, checkpoint, options.weights, tied=tied, canonical=to_canonical)
+        return stored
+    torch.set_num_threads(options.num_threads)
+    decoder = Decoder(model, options.device)
+    load_model(decoder, checkpoint, tied=tied, canonical=to_canonical)
     return decoder
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`.
-
-    ``config`` agrees in attention, weights and device with the one that the model was loaded for.
-    """
-    if isinstance(loaded.decoder, NativeDecoder) != is_native(config) or loaded.weights != config.weights:
+    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`."""
+    if LoadOptions.of(config) != loaded.options:
         raise ValueError(
-            f"the model was loaded with weights={loaded.weights!r} for another attention or device, or for "
-            f"other weights than attention={config.attention!r}, weights={config.weights!r} ask for"
+            f"the model was loaded for {loaded.options}, the engine wants {LoadOptions.of(config)}"
         )
     attention = _backend(config, loaded.config, loaded.pool)
-    torch.set_num_threads(attention.pool.num_threads)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
@@ -239,15 +230,14 @@ def _check(config: EngineConfig) -> None:
         )
     if config.seed is not None and not is_int(config.seed):
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
-    if config.weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {config.weights!r:.100}")
-    if not is_native(config) and config.weights not in ("auto", "float32"):
-        raise ValueError(
-            f"weights={config.weights!r} needs attention='fused' on the CPU; everything else computes with "
-            "float32 weights"
-        )
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
+    if config.weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {config.weights!r:.100}")
+    if config.attention != "fused" and config.weights not in ("auto", "float32"):
+        raise ValueError(
+            f'weights={config.weights!r} needs attention="fused": with {config.attention!r} they are float32'
+        )
     if config.device != "cpu":
         _check_device(config.device)
     resources.check_block_size(config.cache.block_size)

@@ -1,8 +1,10 @@
-"""The one decoder. ``ModelConfig`` makes it a Llama, Mistral, Qwen2, Qwen3, Gemma 3 or GPT-2."""
+"""The decoder in plain torch: the reference, and the path for other devices and attention backends.
+
+``ModelConfig`` makes it a Llama, Mistral, Qwen2, Qwen3, Gemma 3 or GPT-2.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import cast
 
@@ -14,11 +16,9 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
-from octavo.models.layers import DecoderLayer, Linear, Norm, Slot, Step, parameter
-from octavo.models.packed import PackedWeight, can_pack
+from octavo.models import parts
+from octavo.models.layers import DecoderLayer, Norm, Slot, Step, parameter
 from octavo.models.rope import RopeTable
-
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 class Decoder(nn.Module):
@@ -37,10 +37,9 @@ class Decoder(nn.Module):
         rows = config.max_position_embeddings
         self.embed_positions = parameter(rows, hidden, device=device) if learned else None
         self.layers = nn.ModuleList(DecoderLayer(config, i, device=device) for i in range(config.num_layers))
-        self.norm = Norm(config, "model.norm", device=device)
+        self.norm = Norm(config, parts.FINAL_NORM, device=device)
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else parameter(config.vocab_size, hidden, device=device)
-        self._packed_head: PackedWeight | None = None
         has_factors = rotary and config.rope.scaling == "factors"
         self.rope_factors = parameter(config.head_dim // 2, device=device) if has_factors else None
         ropes = [config.layer_rope(i) if rotary else None for i in range(config.num_layers)]
@@ -69,29 +68,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary: rows ``[n, hidden]`` of ``forward`` -> ``[n, vocab]`` float32."""
-        if self._packed_head is not None:
-            return self._packed_head.linear(self.norm(hidden))
-        return F.linear(self.norm(hidden), self._head()).float()
-
-    def pack(self) -> None:
-        """Re-order the loaded weights for speed, one by one, where torch can; nothing is loaded after it.
-
-        A tied head becomes a copy of its own: the embedding is still read row by row.
-        """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
-        if can_pack(self._head()):
-            self._packed_head = PackedWeight(self._head())
-            self.lm_head = None
-
-    @property
-    def packed(self) -> bool:
-        """True when the linear layers run on packed weights."""
-        return self._packed_head is not None
-
-    def _head(self) -> torch.Tensor:
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.norm(hidden), head).float()
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""
@@ -113,21 +91,20 @@ class Decoder(nn.Module):
         slot.load(tensor)
 
     def _slot(self, name: str) -> Slot | None:
-        match = _LAYER_NAME.fullmatch(name)
-        if match is None:
-            return dict(self._root_slots()).get(name)
-        index = int(match[1])
-        return dict(self._layer_slots(index)).get(match[2]) if index < self.config.num_layers else None
+        index, rest = parts.split_name(name)
+        if index is None:
+            return dict(self._root_slots()).get(rest)
+        return dict(self._layer_slots(index)).get(rest) if index < self.config.num_layers else None
 
     def _layer_slots(self, index: int) -> Iterator[tuple[str, Slot]]:
         return cast(DecoderLayer, self.layers[index]).slots()
 
     def _root_slots(self) -> Iterator[tuple[str, Slot]]:
         tensors = {
-            "model.embed_tokens.weight": self.embed_tokens,
-            "model.embed_positions.weight": self.embed_positions,
-            "lm_head.weight": self.lm_head,
-            "rope_freqs.weight": self.rope_factors,
+            parts.EMBEDDING: self.embed_tokens,
+            parts.PLACES: self.embed_positions,
+            parts.HEAD: self.lm_head,
+            parts.ROPE_FACTORS: self.rope_factors,
         }
         for name, tensor in tensors.items():
             if tensor is not None:

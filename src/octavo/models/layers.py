@@ -20,7 +20,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
 from octavo.kernels.api import KVLayer
-from octavo.models.packed import PackedWeight, can_pack
+from octavo.models import parts
 from octavo.models.rope import Rotation, rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -62,33 +62,21 @@ def parameter(*shape: int, device: str) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with ``weight`` ``[sum(outs), inputs]``: several projections of one input.
+    """``x @ weight.T + bias`` with ``weight`` ``[sum(outputs), inputs]``: several projections of one input."""
 
-    ``pack`` re-orders the loaded weight for speed where torch can; from then on it is not readable.
-    """
-
-    def __init__(self, inputs: int, outs: dict[str, int], *, bias: bool, device: str) -> None:
+    def __init__(self, part: parts.Part, *, device: str) -> None:
         super().__init__()
-        self.outs = outs
-        self.weight: nn.Parameter | None = parameter(sum(outs.values()), inputs, device=device)
-        self.bias = parameter(sum(outs.values()), device=device) if bias else None
-        self.packed: PackedWeight | None = None
-
-    def pack(self) -> None:
-        if self.weight is not None and can_pack(self.weight):
-            self.packed, self.weight = PackedWeight(self.weight), None
+        self.outputs = part.outputs
+        rows = sum(part.outputs.values())
+        self.weight = parameter(rows, part.inputs, device=device)
+        self.bias = parameter(rows, device=device) if part.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None:
-            return self.packed.linear(x, self.bias)
-        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        if self.packed is not None:
-            raise RuntimeError("weights cannot be loaded after they were packed")
         first = 0
-        for name, rows in self.outs.items():
+        for name, rows in self.outputs.items():
             for kind, whole in (("weight", self.weight), ("bias", self.bias)):
                 if whole is not None:
                     view = whole[first : first + rows]
@@ -124,20 +112,21 @@ class HeadNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, *, device: str) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.names = list(parts.head_norms(config).values())
         self.eps = config.norm_eps
         self.offset = config.norm_weight_offset
         self.shape = (config.head_dim,)
         # One row a head, so that q and k are scaled in one product.
-        self.weight = parameter(config.num_heads + config.num_kv_heads, config.head_dim, device=device)
+        self.counts = (config.num_heads, config.num_kv_heads)
+        self.weight = parameter(sum(self.counts), config.head_dim, device=device)
 
     def forward(self, qk: torch.Tensor) -> torch.Tensor:
         """``qk`` and the result are ``[num_tokens, num_heads + num_kv_heads, head_dim]``."""
         return F.rms_norm(qk, self.shape, None, self.eps) * self.weight
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        yield "self_attn.q_norm.weight", Slot(self.weight[: self.num_heads], self.shape, self.offset)
-        yield "self_attn.k_norm.weight", Slot(self.weight[self.num_heads :], self.shape, self.offset)
+        for name, view in zip(self.names, self.weight.split(self.counts), strict=True):
+            yield f"{name}.weight", Slot(view, self.shape, self.offset)
 
 
 class Attention(nn.Module):
@@ -151,12 +140,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.softmax_scale
         self.window = config.window(layer)
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        outs = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, outs, bias=config.qkv_bias, device=device)
+        projections = parts.projections(config)
+        self.qkv_proj = Linear(projections["qkv"], device=device)
         self.head_norm = HeadNorm(config, device=device) if config.qk_norm else None
-        out = {"self_attn.o_proj": config.hidden_size}
-        self.o_proj = Linear(q_size, out, bias=config.output_bias, device=device)
+        self.o_proj = Linear(projections["o"], device=device)
 
     def forward(self, x: torch.Tensor, step: Step, rotation: Rotation | None) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
@@ -180,11 +167,9 @@ class MLP(nn.Module):
         super().__init__()
         self.gated = config.gated_mlp
         self.activation = ACTIVATIONS[config.activation]
-        names = ("mlp.gate_proj", "mlp.up_proj") if config.gated_mlp else ("mlp.up_proj",)
-        outs = dict.fromkeys(names, config.intermediate_size)
-        self.gate_up_proj = Linear(config.hidden_size, outs, bias=config.mlp_bias, device=device)
-        down = {"mlp.down_proj": config.hidden_size}
-        self.down_proj = Linear(config.intermediate_size, down, bias=config.mlp_bias, device=device)
+        projections = parts.projections(config)
+        self.gate_up_proj = Linear(projections["gate_up"], device=device)
+        self.down_proj = Linear(projections["down"], device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.gate_up_proj(x)
@@ -205,18 +190,12 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, device: str) -> None:
         super().__init__()
-        norm = partial(Norm, config, device=device)
-        self.input_norm = norm("input_layernorm")
+        norms = {role: Norm(config, name, device=device) for role, name in parts.norms(config).items()}
+        self.input_norm, self.mlp_norm = norms["input_norm"], norms["mlp_norm"]
+        self.attention_post_norm = norms.get("attention_post_norm")
+        self.mlp_post_norm = norms.get("mlp_post_norm")
         self.attention = Attention(config, layer, device=device)
         self.mlp = MLP(config, device=device)
-        if config.post_norms:
-            self.attention_post_norm: Norm | None = norm("post_attention_layernorm")
-            self.mlp_norm = norm("pre_feedforward_layernorm")
-            self.mlp_post_norm: Norm | None = norm("post_feedforward_layernorm")
-        else:
-            self.attention_post_norm = None
-            self.mlp_norm = norm("post_attention_layernorm")
-            self.mlp_post_norm = None
 
     def forward(self, x: torch.Tensor, step: Step, rotation: Rotation | None) -> torch.Tensor:
         """``x`` and the result are ``[num_tokens, hidden]``; ``x`` is changed in place."""
