@@ -238,7 +238,9 @@ def write_tokenized(path: Path) -> Path:
 
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_the_torch_backends_refuse_what_they_would_have_to_expand(tmp_path: Path, attention: str) -> None:
-    with pytest.raises(ValueError, match=r"weights='q8_0' needs attention=.fused.: with '\w+' they are float32"):
+    with pytest.raises(
+        ValueError, match=r"weights='q8_0' needs attention=.fused.: with '\w+' they are float32"
+    ):
         LLM(str(tmp_path), attention=attention, weights="q8_0")
     with pytest.raises(ValueError, match=r"weights must be one of auto, .* got 'int3'"):
         LLM(str(tmp_path), weights="int3")
