@@ -74,6 +74,7 @@ def linear(
     pool: ThreadPool,
     isa: str,
 ) -> None: ...
+
 class Workspace:
     """Memory that only grows, for what lives within one call."""
 

@@ -120,10 +120,9 @@ def _decoder(
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`."""
-    if LoadOptions.of(config) != loaded.options:
-        raise ValueError(
-            f"the model was loaded for {loaded.options}, the engine wants {LoadOptions.of(config)}"
-        )
+    wanted = LoadOptions.of(config)
+    if wanted != loaded.options:
+        raise ValueError(f"the model was loaded with {loaded.options}, the engine wants {wanted}")
     attention = _backend(config, loaded.config, loaded.pool)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:

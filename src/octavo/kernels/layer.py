@@ -124,7 +124,7 @@ def embed(
     pool: ThreadPool,
     isa: str = "auto",
 ) -> None:
-    """Rows ``ids`` ``[rows]`` int64 of the embedding into ``step.x``, times ``scale``, plus learned positions.
+    """Rows ``ids`` ``[rows]`` int64 of the embedding into ``step.x``, times ``scale``, plus ``places``.
 
     Raises ValueError for an id or a position that has no row.
     """

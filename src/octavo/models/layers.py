@@ -62,7 +62,7 @@ def parameter(*shape: int, device: str) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with ``weight`` ``[sum(outputs), inputs]``: several projections of one input."""
+    """``x @ weight.T + bias``: projections of one input, ``weight`` ``[sum(outputs), inputs]``."""
 
     def __init__(self, part: parts.Part, *, device: str) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class HeadNorm(nn.Module):
         return F.rms_norm(qk, self.shape, None, self.eps) * self.weight
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
-        for name, view in zip(self.names, self.weight.split(self.counts), strict=True):
+        for name, view in zip(self.names, torch.split(self.weight, list(self.counts)), strict=True):
             yield f"{name}.weight", Slot(view, self.shape, self.offset)
 
 

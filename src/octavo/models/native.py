@@ -101,22 +101,15 @@ class NativeDecoder:
         """
         if name in self._matrices:
             linear, part = self._matrices[name]
-            shape: tuple[int, ...] = (linear.parts[part], linear.inputs)
+            _check_shape(name, (linear.parts[part], linear.inputs), _shape_of(weight))
+            linear.pack(part, weight if isinstance(weight, StoredMatrix) else StoredMatrix.of(weight))
         elif name in self._vectors:
-            shape = tuple(self._vectors[name][0].shape)
+            vector, offset = self._vectors[name]
+            _check_shape(name, tuple(vector.shape), _shape_of(weight))
+            assert isinstance(weight, torch.Tensor)
+            vector.copy_(weight).add_(offset)
         else:
             raise ValueError(f"this {self.config.architecture} model has no weight called {name!r}")
-        stored = isinstance(weight, StoredMatrix)
-        got = (weight.outputs, weight.inputs) if isinstance(weight, StoredMatrix) else tuple(weight.shape)
-        if got != shape:
-            raise ValueError(f"{name} must have shape {shape}, the checkpoint has {got}")
-        if name in self._matrices:
-            linear, part = self._matrices[name]
-            linear.pack(part, weight if stored else StoredMatrix.of(weight))
-        else:
-            assert isinstance(weight, torch.Tensor)
-            vector, offset = self._vectors[name]
-            vector.copy_(weight).add_(offset)
 
     def _ready(self) -> None:
         """Native layers hold addresses of packed weights, so they are made when all are there."""
@@ -144,11 +137,10 @@ class NativeDecoder:
             role: self._norm_weights(prefix + name, self.config.hidden_size)
             for role, name in parts.norms(self.config).items()
         }
+        offset, eps = self.config.norm_weight_offset, self.config.norm_eps
         for role, name in parts.head_norms(self.config).items():
-            weight = self._vector(
-                f"{prefix}{name}.weight", self.config.head_dim, self.config.norm_weight_offset
-            )
-            norms[role] = NormWeights(weight, None, self.config.norm_eps, center=False)
+            weight = self._vector(f"{prefix}{name}.weight", self.config.head_dim, offset)
+            norms[role] = NormWeights(weight, None, eps, center=False)
         return projections, norms
 
     def _table(self, name: str, rows: int) -> PackedLinear:
@@ -166,3 +158,12 @@ class NativeDecoder:
         weight = self._vector(f"{name}.weight", size, self.config.norm_weight_offset)
         bias = self._vector(f"{name}.bias", size) if center else None
         return NormWeights(weight, bias, self.config.norm_eps, center)
+
+
+def _shape_of(weight: torch.Tensor | StoredMatrix) -> tuple[int, ...]:
+    return (weight.outputs, weight.inputs) if isinstance(weight, StoredMatrix) else tuple(weight.shape)
+
+
+def _check_shape(name: str, wanted: tuple[int, ...], got: tuple[int, ...]) -> None:
+    if got != wanted:
+        raise ValueError(f"{name} must have shape {wanted}, the checkpoint has {got}")
