@@ -16,7 +16,16 @@ import pytest
 
 from octavo.cli.app import exit_code
 
-COMMANDS = [[], ["pull"], ["models"], ["run"], ["bench"], ["bench", "attention"], ["bench", "throughput"]]
+COMMANDS = [
+    [],
+    ["pull"],
+    ["models"],
+    ["run"],
+    ["bench"],
+    ["bench", "attention"],
+    ["bench", "throughput"],
+    ["bench", "perplexity"],
+]
 
 
 def octavo(*args: str, stdin: str | bytes = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -94,6 +103,7 @@ def test_version():
         (["run", "--kv-cache-memory", "lots"], ["--kv-cache-memory", "2GiB", "lots"]),
         (["run", "--kv-cache-memory", "9" * 400], ["--kv-cache-memory", "a size is a number of bytes"]),
         (["run", "--block-size", "12"], ["power of two", "12"]),
+        (["run", "--weights", "q2_k"], ["--weights", "auto, float32, float16, bfloat16, q8_0, q4_1"]),
         (["run", "--max-model-len", "8q"], ["8k", "8q"]),
         (["run", "--max-model-len", "0"], ["--max-model-len", "'0'"]),
         (["run", "--threads", "0"], ["--threads"]),
@@ -238,6 +248,7 @@ def test_one_json_object_says_everything():
     assert isinstance(answer["cache_miss_reason"], str)
     assert answer["attention"] == "fused"
     assert answer["isa"]
+    assert answer["weights"] == "auto"
     timings = answer["timings"]
     assert 0 < timings["first_token_s"] <= timings["total_s"]
     assert timings["load_s"] > 0

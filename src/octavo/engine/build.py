@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -93,21 +94,28 @@ def load(checkpoint: Checkpoint, config: EngineConfig) -> LoadedModel:
     """
     model = read_config(checkpoint)
     _check_size(model, checkpoint)
-    tokenizer = read_tokenizer(checkpoint)
-    options = LoadOptions.of(config)
-    pool = native.ThreadPool(options.num_threads)
-    to_canonical = partial(canonical, model.architecture)
-    decoder: Decoder | NativeDecoder
+    # The digest wants one core and no Python, and is asked for last.
+    with ThreadPoolExecutor(1) as beside:
+        fingerprint = beside.submit(checkpoint.fingerprint)
+        tokenizer = read_tokenizer(checkpoint)
+        options = LoadOptions.of(config)
+        pool = native.ThreadPool(options.num_threads)
+        decoder = _decoder(checkpoint, model, options, pool)
+        return LoadedModel(model, decoder, tokenizer, fingerprint.result(), options, pool)
+
+
+def _decoder(
+    checkpoint: Checkpoint, model: ModelConfig, options: LoadOptions, pool: native.ThreadPool
+) -> Decoder | NativeDecoder:
+    tied, to_canonical = model.tie_word_embeddings, partial(canonical, model.architecture)
     if options.attention == "fused":
-        decoder = NativeDecoder(model, pool)
-        load_stored(
-            decoder, checkpoint, options.weights, tied=model.tie_word_embeddings, canonical=to_canonical
-        )
-    else:
-        torch.set_num_threads(options.num_threads)
-        decoder = Decoder(model, options.device)
-        load_model(decoder, checkpoint, tied=model.tie_word_embeddings, canonical=to_canonical)
-    return LoadedModel(model, decoder, tokenizer, checkpoint.fingerprint(), options, pool)
+        stored = NativeDecoder(model, pool)
+        load_stored(stored, checkpoint, options.weights, tied=tied, canonical=to_canonical)
+        return stored
+    torch.set_num_threads(options.num_threads)
+    decoder = Decoder(model, options.device)
+    load_model(decoder, checkpoint, tied=tied, canonical=to_canonical)
+    return decoder
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:

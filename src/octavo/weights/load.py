@@ -163,7 +163,8 @@ def load_model(
         # A tensor of another float type is expanded while it is copied.
         target.load_weight(name, weight.expand() if isinstance(weight, BlockTensor) else weight)
 
-    _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
+    with torch.no_grad(), _one_thread():
+        _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
     _report(checkpoint, converter)
 
 
@@ -186,7 +187,8 @@ def load_stored(
         matrix = weight.dim() == 2
         target.load_weight(name, converter.matrix(name, weight) if matrix else converter.tensor(weight))
 
-    _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
+    with torch.no_grad(), _one_thread():
+        _load(target.expected_weights(), checkpoint, give, tied=tied, canonical=canonical)
     _report(checkpoint, converter)
 
 
@@ -210,8 +212,7 @@ def _load(
             held[name] = weight
         if name in expected:
             _check(name, expected[name], weight)
-            with torch.no_grad(), _one_thread():
-                give(name, weight)
+            give(name, weight)
             loaded.add(name)
         elif name not in compared:
             extra.append(name)

@@ -53,11 +53,12 @@ def _q8_0(values: Floats, out: Bytes) -> Any:
     inverse, stored = _scale(np.abs(values).max(axis=1, keepdims=True) / np.float32(127))
     scaled = values * inverse
     # Halves away from zero; numpy's own rounding takes them to the even neighbour.
-    size = np.abs(scaled)
-    whole = np.floor(size)
-    whole += size - whole >= 0.5
+    whole = np.trunc(scaled)
+    scaled -= whole
+    scaled *= 2
+    whole += np.trunc(scaled, out=scaled)
     out[:, :2] = stored.view(np.uint8)
-    out[:, 2:] = np.copysign(whole, scaled).astype(np.int8).view(np.uint8)
+    out[:, 2:] = whole.astype(np.int8).view(np.uint8)
     return stored
 
 
