@@ -18,6 +18,7 @@ def test_the_choices_are_those_of_the_engine():
 
 def test_the_peers_are_rows_of_the_engines():
     from octavo.bench.engines import ENGINES
+
     from octavo.bench.throughput import OURS, PEERS
 
     assert (OURS, *PEERS) == tuple(ENGINES)
