@@ -26,20 +26,34 @@ COLOURS = {
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What each row did on each workload, then the goals, then the rows that did not run at all."""
+    """What each row did on each workload, the goals, and the rows that did not run, with the reason."""
     made = [_measured(result), _goals(result)]
-    if result["missing"]:
-        missing = Table("not run", "why")
-        for name, reason in result["missing"].items():
-            missing.add_row(name, escape(reason))
+    reasons = not_run(result)
+    if reasons:
+        missing = Table("did not run", "on", "why")
+        for name, where, reason in reasons:
+            missing.add_row(name, where, escape(reason))
         made.append(missing)
     return made
+
+
+def not_run(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(row, workloads, reason) of what is not installed or failed; the same reason is named once."""
+    reasons: dict[tuple[str, str], list[str]] = {
+        (name, reason): ["all"] for name, reason in result["missing"].items()
+    }
+    for key, workload in result["workloads"].items():
+        for name, engine in workload["engines"].items():
+            if "failed" in engine:
+                reasons.setdefault((name, engine["failed"]), []).append(key)
+    return [(name, ", ".join(keys), reason) for (name, reason), keys in reasons.items()]
 
 
 def _measured(result: dict[str, Any]) -> Table:
     made = Table("workload", "row", "tok/s", "prefill", "decode", "wall", "start-up", "peak", "same tokens")
     for column in made.columns[2:]:
         column.justify = "right"
+        column.no_wrap = True
     for key, workload in result["workloads"].items():
         for number, (name, engine) in enumerate(workload["engines"].items()):
             title = f"{key}: {workload['title']}" if number == 0 else ""
@@ -49,7 +63,7 @@ def _measured(result: dict[str, Any]) -> Table:
 
 def _cells(engine: dict[str, Any]) -> list[str]:
     if "failed" in engine:
-        return [f"[red]did not run: {escape(engine['failed'][:60])}[/]"]
+        return ["[red]failed[/]"]
     if "stopped_s" in engine:
         wall = f"> {engine['stopped_s']} s"
         return ["-", "-", "-", wall, f"{engine['start_up_s']:.1f} s", _mib(engine["peak_bytes"]), "-"]
@@ -133,17 +147,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         bars = [_speed_bar(workload["engines"].get(name), metric) for name in names]
         _bars(panel, names, bars, f"({key}) {workload['title']}\n{METRICS[metric]}")
     memory = axes[len(chosen)]
-    peaks = {
-        name: max(
-            (
-                w["engines"][name].get("peak_bytes", 0)
-                for w in result["workloads"].values()
-                if name in w["engines"]
-            ),
-            default=0,
-        )
-        for name in names
-    }
+    peaks = {name: _peak(result, name) for name in names}
     bars = [(peak / 2**20, f"{peak / 2**20:,.0f}" if peak else "did not run") for peak in peaks.values()]
     _bars(memory, names, bars, "peak memory, the most of all workloads\nMiB (shorter is better)")
     for unused in axes[len(chosen) + 1 :]:
@@ -155,6 +159,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _peak(result: dict[str, Any], name: str) -> int:
+    """The most memory that a row took on any workload; 0 where it never ran."""
+    engines = [workload["engines"].get(name, {}) for workload in result["workloads"].values()]
+    return max(engine.get("peak_bytes", 0) for engine in engines)
 
 
 def _speed_bar(engine: dict[str, Any] | None, metric: str) -> tuple[float, str]:

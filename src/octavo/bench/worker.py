@@ -63,6 +63,23 @@ def measure(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
     module = load_engine(job["engine"])
     session = module.Session(job["model"], job["threads"], shape_of(turns, new_tokens), job["options"])
     load_s = time.monotonic() - start
+    try:
+        _run(session, job, load_s, module.PACKAGES, say)
+    finally:
+        close = getattr(session, "close", None)
+        if close is not None:
+            close()
+    say({"event": "end"})
+
+
+def _run(
+    session: Session,
+    job: dict[str, Any],
+    load_s: float,
+    packages: Sequence[str],
+    say: Callable[[dict[str, Any]], None],
+) -> None:
+    turns, new_tokens = job["turns"], job["new_tokens"]
     # Backwards, so that nothing which is cached of them fits the workload.
     warm_up = [chat[0][-WARM_UP_PROMPT:][::-1] for chat in turns]
     session.generate(warm_up[:1], 1)
@@ -74,7 +91,7 @@ def measure(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
             "load_s": load_s,
             "start_up_s": start_up_s,
             "load_peak_bytes": load_peak,
-            "versions": versions(module.PACKAGES),
+            "versions": versions(packages),
         }
     )
     for _ in range(job["repeats"]):
@@ -92,10 +109,6 @@ def measure(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
                 "notes": session.notes(),
             }
         )
-    close = getattr(session, "close", None)
-    if close is not None:
-        close()
-    say({"event": "end"})
 
 
 def shape_of(turns: Sequence[Sequence[Sequence[int]]], new_tokens: int) -> dict[str, int]:

@@ -79,7 +79,7 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
     peer_repeats: Annotated[int, typer.Option(min=1, help="Runs of each peer.")] = 3,
     limit: Annotated[
         int,
-        typer.Option(min=1, metavar="SECONDS", help="A run that takes longer is stopped and reported so."),
+        typer.Option(min=1, metavar="SECONDS", help="A run that takes longer is stopped."),
     ] = 120,
     scale: Annotated[
         int, typer.Option(min=1, help="Divide lengths and numbers of chats by this, for a quick look.")
