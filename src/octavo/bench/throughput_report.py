@@ -164,7 +164,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def _peak(result: dict[str, Any], name: str) -> int:
     """The most memory that a row took on any workload; 0 where it never ran."""
     engines = [workload["engines"].get(name, {}) for workload in result["workloads"].values()]
-    return max(engine.get("peak_bytes", 0) for engine in engines)
+    return max(int(engine.get("peak_bytes", 0)) for engine in engines)
 
 
 def _speed_bar(engine: dict[str, Any] | None, metric: str) -> tuple[float, str]:
