@@ -27,7 +27,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make check   lint, format, types, import contracts"
 	@echo "make bench   measure attention and throughput into benchmarks/results/"
-	@echo "make peers   build the environments of the engines to compare with, in $(PEERS_DIR)/ (15 minutes, 4 GB)"
+	@echo "make peers   build the environments of the engines to compare with, in $(PEERS_DIR)/ (15 minutes, 5 GB)"
 	@echo "make clean   remove .venv, builds and caches (not the pulled models)"
 	@echo "Every target makes .venv first. TORCH='torch==X' chooses another torch."
 
