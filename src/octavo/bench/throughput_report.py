@@ -145,7 +145,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     for panel, (key, metric) in zip(axes, chosen, strict=False):
         workload = result["workloads"][key]
         bars = [_speed_bar(workload["engines"].get(name), metric) for name in names]
-        _bars(panel, names, bars, f"({key}) {workload['title']}\n{METRICS[metric]}")
+        title = workload["title"].partition(", shrunk")[0]  # the figure's own title says so
+        _bars(panel, names, bars, f"({key}) {title}\n{METRICS[metric]}")
     memory = axes[len(chosen)]
     peaks = {name: _peak(result, name) for name in names}
     bars = [(peak / 2**20, f"{peak / 2**20:,.0f}" if peak else "did not run") for peak in peaks.values()]
@@ -177,13 +178,19 @@ def _speed_bar(engine: dict[str, Any] | None, metric: str) -> tuple[float, str]:
     return value, f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def _lighter(colour: str, share: float) -> tuple[float, ...]:
+    """A colour, ``share`` of the way to white."""
+    channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    return tuple(channel + (1 - channel) * share for channel in channels)
+
+
 def _bars(axes: Axes, names: list[str], bars: list[tuple[float, str]], title: str) -> None:
     longest = max((length for length, _ in bars), default=0) or 1.0
     shades: dict[str, int] = {}
     for place, (name, (length, words)) in enumerate(zip(names, bars, strict=True)):
         family = VARIANTS[name].family
         shade = shades[family] = shades.get(family, -1) + 1
-        axes.barh(place, length, height=0.72, color=COLOURS[family], alpha=1 - 0.28 * shade, zorder=2)
+        axes.barh(place, length, height=0.72, color=_lighter(COLOURS[family], 0.28 * shade), zorder=2)
         axes.text(length + longest * 0.015, place, words, va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
