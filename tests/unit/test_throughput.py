@@ -299,9 +299,41 @@ def test_a_run_over_the_limit_is_stopped_with_all_that_it_started(act, tmp_path)
     assert time.monotonic() - start < 20
     assert (found["stopped_s"], len(found["runs"])) == (1, 1)
     assert found["peak_bytes"] > 1 << 20
-    for pid in map(int, (tmp_path / "pids").read_text().split()):
-        stat = Path(f"/proc/{pid}/stat")
-        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert all_gone(tmp_path / "pids")
+
+
+def test_a_bench_that_is_terminated_takes_what_it_started_with_it(act, tmp_path):
+    job = {"act": "hang", "ready": READY, "pids": str(tmp_path / "pids")}
+    code = (
+        "import json, os, sys; from pathlib import Path; from octavo.bench import own_process as o;"
+        "o.WORKER, job = Path(sys.argv[1]), json.loads(sys.argv[2]);"
+        "o.measure(Path(sys.executable), job, 600, os.environ)"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "actor.py"), json.dumps(job)])
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    bench.terminate()
+    assert bench.wait(30) == 128 + 15
+    assert all_gone(tmp_path / "pids")
+
+
+def all_gone(pids: Path) -> bool:
+    """Neither running nor anything but a zombie that its parent has not looked at."""
+
+    def gone(pid: str) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if all(gone(pid) for pid in pids.read_text().split()):
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_the_tree_of_a_process_holds_its_children():

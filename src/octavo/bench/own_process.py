@@ -11,9 +11,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from octavo.bench.worker import peak_bytes, tree
 
@@ -31,7 +31,7 @@ def measure(
     sentence) or ``stopped_s`` (the limit that a run did not keep) where it did not reach its end. A run
     that is stopped leaves its peak memory in ``peak_bytes``.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as said, _sigterm_unwinds():
         child = subprocess.Popen(
             [python, "-P", WORKER],
             stdin=subprocess.PIPE,
@@ -51,6 +51,23 @@ def measure(
             last = lines[-1] if lines else "nothing was said"
             found["failed"] = f"the process ended with {child.returncode}: {last}"
     return found
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends this process through its finally clauses: what it started must not outlive it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _listen(child: subprocess.Popen[str], job: dict[str, Any], limit_s: float) -> dict[str, Any]:
