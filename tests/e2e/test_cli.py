@@ -116,7 +116,7 @@ def test_version():
         (["run", "--raw"], ["--raw needs --prompt"]),
         (["run", "--prompt", "x", "--raw", "--system", "y"], ["--system"]),
         (["bench", "throughput", "--workloads", "z", "--repeats", "0"], ["--repeats"]),
-        (["bench", "throughput", "--peers", "nobody"], ["peers are transformers, got 'nobody'"]),
+        (["bench", "throughput", "--against", "nobody"], ["peers are transformers", "got 'nobody'"]),
         (["pull"], ["name"]),
     ],
 )
@@ -356,8 +356,14 @@ def test_the_throughput_bench_compares_the_same_requests(tmp_path):
         "16",
         "--repeats",
         "2",
-        "--slow-peer-repeats",
+        "--peer-repeats",
         "1",
+        "--ours",
+        "octavo-fp32",
+        "--against",
+        "transformers,vllm",
+        "--peers-dir",
+        str(tmp_path / "peers"),
         "--threads",
         "1",
     )
@@ -370,9 +376,11 @@ def test_the_throughput_bench_compares_the_same_requests(tmp_path):
     assert (tmp_path / "results" / "throughput.png").stat().st_size > 10_000
     assert str(tmp_path) not in json.dumps(report)
     workload = report["workloads"]["c"]
-    ours, theirs = workload["engines"]["octavo"], workload["engines"]["transformers"]
+    ours, theirs = workload["engines"]["octavo-fp32"], workload["engines"]["transformers-fp32"]
     assert (ours["repeats"], theirs["repeats"]) == (2, 1)
     # Two requests that share 64 tokens and end with 2 of their own; the cache is cold in each repeat.
     assert 60 <= ours["notes"]["num_cached_tokens"] <= 66
     assert ours["peak_bytes"] > 500e6
-    assert workload["comparisons"]["transformers"]["tokens"]["chats_equal"] == 2
+    assert theirs["tokens"]["chats_equal"] == 2
+    assert list(report["missing"]) == ["vllm-fp32"]
+    assert "not installed" in text(result.stdout)

@@ -16,13 +16,6 @@ def test_the_choices_are_those_of_the_engine():
     assert sorted(options.KV_DTYPES) == sorted(DTYPES)
 
 
-def test_the_peers_are_rows_of_the_engines():
-    from octavo.bench.engines import ENGINES
-    from octavo.bench.throughput import OURS, PEERS
-
-    assert (OURS, *PEERS) == tuple(ENGINES)
-
-
 @given(st.integers(1, 10**6))
 def test_a_length_is_a_number_or_a_multiple_of_1024(n):
     assert options.parse_length(str(n)) == n

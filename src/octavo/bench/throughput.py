@@ -1,71 +1,73 @@
 """The same requests through Octavo and through its peers, in one run on one machine.
 
-Every engine and workload runs in a fresh process (see :mod:`octavo.bench.worker`). All engines get the
-same token ids and the same float32 weights, use the same number of threads and decode greedily past
-the end token. Octavo's prefix cache is emptied before every repeat.
+Every row (an engine on one form of the weights, see :mod:`octavo.bench.variants`) and workload runs in
+a fresh process, in the row's environment. All get the same token ids, the same number of threads and
+weights written from one checkpoint, and decode greedily past the end token. Before every repeat what an
+engine has cached of prompts is forgotten.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import workloads
+from octavo.bench import goals, own_process, variants, workloads
 from octavo.bench.machine import machine, versions
+from octavo.bench.variants import OURS, Variant
 from octavo.bench.workloads import Workload
 
-#: Rows of ``octavo.bench.engines.ENGINES``; that module imports torch.
-OURS = "octavo"
-PEERS = ("transformers",)
 METRICS = {"tok_s": "tok/s", "prefill_tok_s": "prefill tok/s", "decode_tok_s": "decode tok/s"}
-#: Workloads on which a static batch takes about a minute: repeated ``slow_peer_repeats`` times.
-SLOW_FOR_PEERS = frozenset("cd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What to run. ``options`` go to Octavo's ``LLM``; ``scale`` above 1 shrinks every workload."""
+    """What to run. ``options`` go to Octavo's ``LLM``; ``scale`` above 1 shrinks every workload.
+
+    ``ours`` and ``against`` name rows or families of ``variants.VARIANTS``. A run that takes longer than
+    ``limit_s`` is stopped.
+    """
 
     model: str
     text: Path
     keys: Sequence[str]
     threads: int
-    peers: Sequence[str] = PEERS
+    peers_dir: Path
+    ours: Sequence[str] = (OURS,)
+    against: Sequence[str] = ("transformers",)
     repeats: int = 3
     peer_repeats: int = 3
-    slow_peer_repeats: int = 3
+    limit_s: int = 120
     scale: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("threads", "repeats", "peer_repeats", "slow_peer_repeats", "scale"):
+        for name in ("threads", "repeats", "peer_repeats", "limit_s", "scale"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for peer in self.peers:
-            if peer not in PEERS:
-                raise ValueError(f"peers are {', '.join(PEERS)}, got {peer!r}")
+        if not self.rows:
+            raise ValueError("name at least one row of octavo or one peer")
 
-    def repeats_of(self, engine: str, key: str) -> int:
-        if engine == OURS:
-            return self.repeats
-        return self.slow_peer_repeats if key in SLOW_FOR_PEERS else self.peer_repeats
+    @property
+    def rows(self) -> list[Variant]:
+        """Ours first. Raises ValueError for an unknown name."""
+        return variants.choose(self.ours, ours=True) + variants.choose(self.against, ours=False)
 
 
 def run(
     settings: Settings, command: str, report: Callable[[str], None], save: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Measure everything; ``save`` is called after each workload, so that a stopped run keeps its part.
+    """Measure everything; ``save`` is called after each row, so that a stopped run keeps its part.
 
-    Returns the report that is written as JSON. Raises ValueError when an engine fails.
+    Returns the report that is written as JSON. A row that cannot run is in it with the reason.
     """
+    from octavo.bench.handover import Handover
+
     made = workloads.make(settings.keys, token_ids(settings.model, settings.text), settings.scale)
+    handover = Handover(settings.model, settings.peers_dir)
     result: dict[str, Any] = {
         "bench": "throughput",
         "command": command,
@@ -73,19 +75,33 @@ def run(
         "text": settings.text.name,
         "scale": settings.scale,
         "threads": settings.threads,
+        "limit_s": settings.limit_s,
         "octavo_options": settings.options,
         "machine": machine(),
         "versions": versions(),
+        "rows": {row.name: {"weights": row.weights, "options": row.options} for row in settings.rows},
+        "missing": {},
         "workloads": {},
     }
+    ready: list[tuple[Variant, Path, Path]] = []
+    for row in settings.rows:
+        try:
+            python = variants.python_of(row.family, settings.peers_dir)
+            report(f"{row.name}: its weights")
+            ready.append((row, python, handover.path(row.file)))
+        except (ValueError, ImportError) as error:
+            result["missing"][row.name] = str(error)
+            report(f"{row.name}: {error}")
     for workload in made:
-        measured = {}
-        for engine in (OURS, *settings.peers):
-            repeats = settings.repeats_of(engine, workload.key)
-            report(f"{workload.key}: {engine}, {workload.title}, {repeats} times")
-            measured[engine] = _in_own_process(settings, workload, engine, repeats)
-        result["workloads"][workload.key] = summarise(workload, measured)
-        save(result)
+        engines: dict[str, dict[str, Any]] = {}
+        for row, python, model in ready:
+            repeats = settings.repeats if row.family == OURS else settings.peer_repeats
+            report(f"{workload.key}: {row.name}, {workload.title}, {repeats} times")
+            measured = _measure(settings, workload, row, python, model)
+            engines[row.name] = measured
+            report(f"{workload.key}: {row.name}, {_in_words(measured)}")
+            result["workloads"][workload.key] = summarise(workload, engines)
+            save(result)
     return result
 
 
@@ -99,65 +115,80 @@ def token_ids(model: str, text: Path) -> list[int]:
     return tokenizer.encode(text.read_text(encoding="utf-8"))
 
 
-def _in_own_process(settings: Settings, workload: Workload, engine: str, repeats: int) -> dict[str, Any]:
+def _measure(
+    settings: Settings, workload: Workload, row: Variant, python: Path, model: Path
+) -> dict[str, Any]:
+    ours = row.family == OURS
     job = {
-        "engine": engine,
-        "model": settings.model,
+        "engine": row.engine,
+        "model": str(model),
         "threads": settings.threads,
-        "repeats": repeats,
-        "workload": workload.to_json(),
-        "options": settings.options if engine == OURS else {},
+        "repeats": settings.repeats if ours else settings.peer_repeats,
+        "turns": workload.turns,
+        "new_tokens": workload.new_tokens,
+        "options": row.options | (settings.options if ours else {}),
     }
-    child = subprocess.run(
-        [sys.executable, "-m", "octavo.bench.worker"],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(settings.threads)},
-        check=False,
-    )
-    where = f"{engine} on workload {workload.key}"
-    if child.returncode != 0:
-        lines = child.stderr.strip().splitlines()
-        raise ValueError(f"{where} failed ({child.returncode}): {lines[-1] if lines else 'nothing was said'}")
-    measured: dict[str, Any] = json.loads(child.stdout)
-    if "error" in measured:
-        raise ValueError(f"{where} failed: {measured['error']}")
-    return measured
+    return own_process.measure(python, job, settings.limit_s, _environment(settings, row, os.environ))
+
+
+def _environment(settings: Settings, row: Variant, inherited: Mapping[str, str]) -> dict[str, str]:
+    environment = dict(inherited) | {"OMP_NUM_THREADS": str(settings.threads), "HF_HUB_OFFLINE": "1"}
+    if variants.FAMILIES[row.family].folder is not None:
+        environment.pop("PYTHONPATH", None)  # a peer's environment is its own
+        # What a peer compiles or keeps lies beside it, not in the user's home.
+        environment["XDG_CACHE_HOME"] = str((settings.peers_dir / "cache").resolve())
+    preload = variants.preload_of(row.family, settings.peers_dir)
+    return environment | ({"LD_PRELOAD": preload} if preload else {})
+
+
+def _in_words(measured: dict[str, Any]) -> str:
+    if "failed" in measured:
+        return f"failed: {measured['failed']}"
+    if "stopped_s" in measured:
+        return f"stopped after {measured['stopped_s']} s"
+    return ", ".join(f"{each['timings']['total_s']:.2f} s" for each in measured["runs"])
 
 
 def summarise(workload: Workload, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Medians of each engine, and how Octavo compares with each peer."""
-    engines = {}
-    for name, result in measured.items():
-        runs = result["runs"]
-        engines[name] = {
-            "repeats": len(runs),
-            "median": {metric: statistics.median(r[metric] for r in runs) for metric in runs[0]},
-            "runs": runs,
-            "load_s": result["load_s"],
-            "peak_bytes": result["peak_bytes"],
-            "load_peak_bytes": result["load_peak_bytes"],
-            "notes": result["notes"],
-        }
-    comparisons = {}
-    for peer in measured:
-        if peer == OURS:
-            continue
-        ours, theirs = engines[OURS]["median"], engines[peer]["median"]
-        comparisons[peer] = {
-            "speed": {metric: ours[metric] / theirs[metric] for metric in METRICS if metric in ours},
-            "memory": engines[OURS]["peak_bytes"] / engines[peer]["peak_bytes"],
-            "tokens": compare_ids(measured[OURS]["token_ids"], measured[peer]["token_ids"]),
-        }
+    """Each row's medians or what stopped it, how far its tokens agree with ours, and the goals."""
+    engines = {name: _engine(found) for name, found in measured.items()}
+    for name, engine in engines.items():
+        beside = _reference(name, engines)
+        if beside is not None and "median" in engine:
+            mine, theirs = (measured[each]["runs"][-1]["token_ids"] for each in (beside, name))
+            engine["tokens"] = {"beside": beside} | compare_ids(mine, theirs)
     return {
         "title": workload.title,
         "prompt_tokens": workload.num_prompt_tokens,
         "new_tokens": workload.num_new_tokens,
-        "goals": workload.goals,
         "engines": engines,
-        "comparisons": comparisons,
+        "goals": goals.judge(workload.key, engines, workload.num_new_tokens),
     }
+
+
+def _engine(found: dict[str, Any]) -> dict[str, Any]:
+    if "failed" in found:
+        return {"failed": found["failed"]}
+    runs = [each["timings"] for each in found["runs"]]
+    start = {key: found[key] for key in ("load_s", "start_up_s", "load_peak_bytes", "versions")}
+    if "stopped_s" in found:
+        peaks = [each["peak_bytes"] for each in found["runs"]] + [found["peak_bytes"]]
+        return start | {"stopped_s": found["stopped_s"], "runs": runs, "peak_bytes": max(peaks)}
+    return start | {
+        "repeats": len(runs),
+        "median": {metric: statistics.median(run[metric] for run in runs) for metric in runs[0]},
+        "runs": runs,
+        "peak_bytes": max(each["peak_bytes"] for each in found["runs"]),
+        "notes": found["runs"][-1]["notes"],
+    }
+
+
+def _reference(name: str, engines: dict[str, dict[str, Any]]) -> str | None:
+    """The row of ours whose tokens another's are held against: of the same weights, else the first."""
+    ours = [each for each in engines if variants.VARIANTS[each].family == OURS and "median" in engines[each]]
+    same = [each for each in ours if variants.VARIANTS[each].weights == variants.VARIANTS[name].weights]
+    chosen = (same or ours or [name])[0]
+    return None if chosen == name else chosen
 
 
 def compare_ids(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, Any]:

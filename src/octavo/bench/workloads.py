@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,6 @@ class Workload:
     title: str
     turns: list[list[list[int]]]
     new_tokens: int
-    #: The least speed that we want, as a multiple of transformers', by the metric's name.
-    goals: dict[str, float]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -39,27 +36,15 @@ class Workload:
     def num_new_tokens(self) -> int:
         return sum(len(chat) for chat in self.turns) * self.new_tokens
 
-    @property
-    def single(self) -> bool:
-        """True when one request runs alone."""
-        return len(self.turns) == 1 and len(self.turns[0]) == 1
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest chat at its end."""
-        return max(sum(map(len, chat)) + len(chat) * self.new_tokens for chat in self.turns)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-#: key -> (title, chats, turns, tokens shared by all chats, own tokens a turn, new tokens a turn, goals)
-SHAPES: dict[str, tuple[str, int, int, int, int, int, dict[str, float]]] = {
-    "a": ("1 stream, 128 in, 128 out", 1, 1, 0, 128, 128, {"tok_s": 1.5}),
-    "b": ("32 requests, 128 in, 64 out", 32, 1, 0, 128, 64, {"tok_s": 1.4}),
-    "c": ("32 requests sharing 1,024, 32 own, 32 out", 32, 1, 1024, 32, 32, {"tok_s": 8.0}),
-    "d": ("8 chats of 6 turns, 64 in and 32 out a turn", 8, 6, 0, 64, 32, {"tok_s": 2.5}),
-    "e": ("1 prompt of 4,096, 64 out", 1, 1, 0, 4096, 64, {"prefill_tok_s": 1.2, "decode_tok_s": 1.6}),
+#: key -> (title, chats, turns, tokens shared by all chats, own tokens a turn, new tokens a turn)
+SHAPES: dict[str, tuple[str, int, int, int, int, int]] = {
+    "a": ("1 stream, 128 in, 128 out", 1, 1, 0, 128, 128),
+    "b": ("32 requests, 128 in, 64 out", 32, 1, 0, 128, 64),
+    "c": ("32 requests sharing 1,024, 32 own, 32 out", 32, 1, 1024, 32, 32),
+    "d": ("8 chats of 6 turns, 64 in and 32 out a turn", 8, 6, 0, 64, 32),
+    "e": ("1 prompt of 4,096, 64 out", 1, 1, 0, 4096, 64),
+    "e8k": ("1 prompt of 8,000, 64 out", 1, 1, 0, 8000, 64),
 }
 
 
@@ -74,7 +59,7 @@ def make(keys: Sequence[str], text_ids: Sequence[int], scale: int = 1) -> list[W
         raise ValueError(f"workloads are {', '.join(SHAPES)}, got {', '.join(unknown) or 'none'}")
     passages = _passages(text_ids)
     made = {}
-    for key, (title, chats, turns, shared, own, new, goals) in SHAPES.items():
+    for key, (title, chats, turns, shared, own, new) in SHAPES.items():
         chats, shared, own, new = (max(min(n, 1), n // scale) for n in (chats, shared, own, new))
         prefix = _take(passages, shared)
         conversations = [
@@ -83,7 +68,7 @@ def make(keys: Sequence[str], text_ids: Sequence[int], scale: int = 1) -> list[W
         ]
         if scale > 1:
             title += f", shrunk {scale} times"
-        made[key] = Workload(key, title, conversations, new, goals)
+        made[key] = Workload(key, title, conversations, new)
     return [made[key] for key in keys]
 
 

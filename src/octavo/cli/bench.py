@@ -22,6 +22,7 @@ app = typer.Typer(help="Measure attention, throughput and quality; each prints a
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
+PEERS = Path(".peers")
 
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
 
@@ -60,15 +61,26 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
     text: Annotated[Path, typer.Option(metavar="FILE", help="The text that prompts are cut from.")] = TEXT,
     workloads: Annotated[
         str, typer.Option(metavar="KEYS", help="Which to run, separated by commas.")
-    ] = "a,b,c,d,e",
-    peers: Annotated[
-        str, typer.Option(metavar="NAMES", help="Engines to compare with, separated by commas, or none.")
+    ] = "a,b,c,d,e,e8k",
+    ours: Annotated[
+        str, typer.Option(metavar="NAMES", help="Rows of octavo: octavo for all, or such as octavo-fp32.")
+    ] = "octavo",
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Peers: transformers, openvino, llama.cpp, vllm, or rows such as llama.cpp-q8_0; or none.",
+        ),
     ] = "transformers",
+    peers_dir: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="The peers' environments, from `make peers`, and weights.")
+    ] = PEERS,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of octavo; the median counts.")] = 3,
     peer_repeats: Annotated[int, typer.Option(min=1, help="Runs of each peer.")] = 3,
-    slow_peer_repeats: Annotated[
-        int, typer.Option(min=1, help="Runs of each peer on c and d, which take it about a minute each.")
-    ] = 3,
+    limit: Annotated[
+        int,
+        typer.Option(min=1, metavar="SECONDS", help="A run that takes longer is stopped."),
+    ] = 120,
     scale: Annotated[
         int, typer.Option(min=1, help="Divide lengths and numbers of chats by this, for a quick look.")
     ] = 1,
@@ -79,11 +91,12 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
     kv_cache_memory: opt.KVCacheMemory = "2GiB",
     block_size: opt.BlockSize = 16,
 ) -> None:
-    """The same requests through octavo and through transformers.
+    """The same requests through octavo and through other engines.
 
-    a: 1 stream. b: 32 requests. c: 32 with a long shared prefix. d: 8 chats of 6 turns. e: one long prompt.
+    a: 1 stream. b: 32 requests. c: 32 with a long shared prefix. d: 8 chats of 6 turns. e, e8k: one prompt
+    of 4,096 or 8,000 tokens.
 
-    Each engine and workload runs in a process of its own, greedy, with the same float32 weights.
+    Each row and workload runs in a process of its own, greedy, with weights from the one model.
     """
     from rich.console import Console
 
@@ -96,12 +109,14 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
         settings = bench.Settings(
             model=model,
             text=text,
-            keys=[key.strip() for key in workloads.split(",") if key.strip()],
+            keys=_names(workloads),
             threads=threads or usable_cpus(),
-            peers=[] if peers == "none" else [peer.strip() for peer in peers.split(",")],
+            peers_dir=peers_dir,
+            ours=_names(ours),
+            against=_names(against),
             repeats=repeats,
             peer_repeats=peer_repeats,
-            slow_peer_repeats=slow_peer_repeats,
+            limit_s=limit,
             scale=scale,
             options={
                 "attention": attention,
@@ -119,7 +134,8 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
             save=lambda so_far: write_json(out / "throughput.json", so_far),
         )
         throughput_report.plot(result, out / "throughput.png")
-    _console().print(throughput_report.table(result))
+    for table in throughput_report.tables(result):
+        _console().print(table)
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
 
 
@@ -163,6 +179,10 @@ def perplexity(
         write_json(out / "perplexity.json", {"command": command_line()} | result)
     _console().print(bench.table(result))
     print(f"written: {out / 'perplexity.json'}")
+def _names(text: str) -> list[str]:
+    """Names separated by commas; "none" is none."""
+    names = [name.strip() for name in text.split(",")]
+    return [name for name in names if name and name != "none"]
 
 
 def _console() -> Console:
