@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "plan.h"
+#include "topk_bind.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -105,4 +106,6 @@ NB_MODULE(_native, m) {
             return read_memory(at<const void>(data), bytes, check_threads(num_threads), kernels);
         },
         "data"_a, "bytes"_a, "num_threads"_a);
+
+    bind_topk(m);
 }
