@@ -61,7 +61,8 @@ def topk_attention(  # noqa: PLR0913  (a public signature, as torch's scaled_dot
     if not (0.0 <= grad_threshold < math.inf):
         raise ValueError(f"grad_threshold must be a finite number of at least 0, got {grad_threshold}")
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return _forward(q, k, v, key_padding_mask, *spec, grad_threshold, need_grad)[0]
+    out: torch.Tensor = _forward(q, k, v, key_padding_mask, *spec, grad_threshold, need_grad)[0]
+    return out
 
 
 def make_spec(
@@ -142,15 +143,15 @@ def _forward(  # noqa: PLR0913
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     spec = TopkSpec(topk, recent, causal, scale, l2)
     with torch.autocast(q.device.type, enabled=False):
-        module = topk_native if _native(q) else topk_tiled
-        out, kept = module.forward(q, k, v, key_padding_mask, spec, save=save)
-    return out, kept.lse, kept.index, kept.weight
+        forward = topk_native.forward if _native(q) else topk_tiled.forward
+        out, kept = forward(q, k, v, key_padding_mask, spec, save=save)
+    return out, kept.lse, kept.position, kept.weight
 
 
 @_forward.register_fake
 def _(q, k, v, key_padding_mask, topk, recent, causal, scale, l2, grad_threshold, save):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     kept = Kept.empty(q, topk, save=save)
-    return empty_heads(q), kept.lse, kept.index, kept.weight
+    return empty_heads(q), kept.lse, kept.position, kept.weight
 
 
 @torch.library.custom_op("octavo::topk_attention_backward", mutates_args=())
@@ -168,8 +169,8 @@ def _backward(  # noqa: PLR0913
     spec = TopkSpec(index.shape[-1], 0, False, scale, l2)
     kept = Kept(weight.new_empty(0), index, weight)
     with torch.autocast(q.device.type, enabled=False):
-        module = topk_native if _native(q) else topk_tiled
-        return module.backward(out_grad, (q, k, v), kept, spec, grad_threshold)
+        backward = topk_native.backward if _native(q) else topk_tiled.backward
+        return backward(out_grad, (q, k, v), kept, spec, grad_threshold)
 
 
 @_backward.register_fake

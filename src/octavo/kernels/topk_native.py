@@ -13,7 +13,7 @@ import torch.nn.functional as F
 try:
     from octavo import _native
 except ImportError as error:
-    raise ImportError("top-k attention on the CPU needs octavo's native extension: run pip install .") from error
+    raise ImportError("top-k attention needs octavo's native extension: run pip install .") from error
 
 from octavo.kernels.topk_spec import Kept, TopkSpec, empty_heads
 
@@ -44,7 +44,7 @@ def forward(
         padding=0 if padding is None else padding.data_ptr(),
         out=_address(out),
         lse=kept.lse.data_ptr(),
-        index=kept.index.data_ptr() if save else 0,
+        index=kept.position.data_ptr() if save else 0,
         weight=kept.weight.data_ptr() if save else 0,
         num_threads=torch.get_num_threads(),
         isa=isa,
@@ -65,7 +65,7 @@ def backward(
     q, k, v = (_rows(x) for x in qkv)
     out_grad = _rows(out_grad)
     q_grad, k_grad, v_grad = empty_heads(q), empty_heads(k).zero_(), empty_heads(v).zero_()
-    index, weight = kept.index.contiguous(), kept.weight.contiguous()
+    index, weight = kept.position.contiguous(), kept.weight.contiguous()
     _native.topk_backward(
         shape=_shape(q, k, spec._replace(recent=0, causal=False)),
         q=_address(q),

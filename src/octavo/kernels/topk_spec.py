@@ -1,4 +1,4 @@
-"""What the implementations of top-k attention share: the numbers that decide a row, and what is kept of it."""
+"""What top-k attention's implementations share: the numbers that decide a row, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class TopkSpec(NamedTuple):
 class Kept(NamedTuple):
     """What the backward pass needs of the forward one.
 
-    ``lse`` ``[b, h, n]``; ``index`` int32 and ``weight`` ``[b, h, n, topk]``: a row's kept keys in
-    order of position and their softmax weights, then -1 and 0 in unused places. ``index`` and
+    ``lse`` ``[b, h, n]``; ``position`` int32 and ``weight`` ``[b, h, n, topk]``: a row's kept keys in
+    order of position and their softmax weights, then -1 and 0 in unused places. ``position`` and
     ``weight`` have no rows when nothing was to be saved.
     """
 
     lse: torch.Tensor
-    index: torch.Tensor
+    position: torch.Tensor
     weight: torch.Tensor
 
     @staticmethod
@@ -42,6 +42,6 @@ class Kept(NamedTuple):
 
 
 def empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Shaped as ``x`` ``[b, h, n, d]``, in the memory order of ``[b, n, h, d]``: heads merge without a copy."""
+    """Shaped as ``x`` ``[b, h, n, d]``, in memory as ``[b, n, h, d]``: heads merge without a copy."""
     b, h, n, d = x.shape
     return torch.empty(b, n, h, d, dtype=x.dtype, device=x.device).transpose(1, 2)

@@ -10,8 +10,13 @@ from octavo.kernels.topk_spec import Kept, TopkSpec, empty_heads
 
 #: Keys whose scores exist at once, for a tile of queries.
 KEY_TILE = 1024
-#: Numbers in the largest temporary tensor of a tile of queries, as long as one query needs no more.
-TILE_NUMBERS = 1 << 21
+#: Numbers in the largest temporary tensor of a tile of queries, unless one query alone needs more: on the
+#: CPU what caches hold, elsewhere what keeps a wide device busy.
+TILE_NUMBERS_CPU = 1 << 20
+TILE_NUMBERS = 1 << 25
+#: Below the order of every score, and above every position.
+NO_KEY = torch.iinfo(torch.int64).min
+UNUSED = torch.iinfo(torch.int64).max
 
 
 def forward(
@@ -23,7 +28,7 @@ def forward(
     *,
     save: bool,
 ) -> tuple[torch.Tensor, Kept]:
-    """The output, shaped and typed as ``q``, and what its backward pass needs. Arguments are checked already."""
+    """The output, shaped and typed as ``q``, and what its backward pass needs. The arguments are checked."""
     out = empty_heads(q)
     kept = Kept.empty(q, spec.topk, save=save)
     visible = _VisibleKeys(k.shape[0], k.shape[2], key_padding_mask, k.device)
@@ -38,7 +43,7 @@ def forward(
         out[:, :, tile] = result.flatten(1, 2).to(q.dtype)
         kept.lse[:, :, tile] = lse.flatten(1, 2)
         if save:
-            kept.index[:, :, tile] = position.flatten(1, 2)
+            kept.position[:, :, tile] = position.flatten(1, 2)
             kept.weight[:, :, tile] = weight.flatten(1, 2)
     return out, kept
 
@@ -57,12 +62,14 @@ def backward(
     """
     q, k, v = qkv
     q_grad = empty_heads(q)
-    q_all, grad_all, index_all, weight_all = (_folded(x, k) for x in (q, out_grad, kept.index, kept.weight))
+    q_all, grad_all, position_all, weight_all = (
+        _folded(x, k) for x in (q, out_grad, kept.position, kept.weight)
+    )
     k_all, v_all = _compute(k), _compute(v)
     k_grad, v_grad = torch.zeros_like(k_all).flatten(0, 2), torch.zeros_like(v_all).flatten(0, 2)
     for tile in _query_tiles(q, k_all, spec):
         queries, grad = _compute(q_all[:, :, :, tile]), _compute(grad_all[:, :, :, tile])
-        position, weight = index_all[:, :, :, tile].long(), weight_all[:, :, :, tile]
+        position, weight = position_all[:, :, :, tile].long(), weight_all[:, :, :, tile]
         g = torch.einsum("bkgnd,bkgnjd->bkgnj", grad, _masked(_gather(v_all, position), position))
         used = weight
         if spec.l2:
@@ -93,11 +100,8 @@ class _VisibleKeys:
     def count(self, num_queries: int, causal: bool) -> torch.Tensor:
         """Visible keys of each query: ``[b, n]``."""
         if not causal:
-            return self.upto[:, -1:].expand(-1, num_queries) if self.upto.shape[1] else self._none(num_queries)
+            return self.seen.sum(-1, keepdim=True).expand(-1, num_queries)
         return self.upto[:, self.upto.shape[1] - num_queries :]
-
-    def _none(self, num_queries: int) -> torch.Tensor:
-        return self.upto.new_zeros(self.upto.shape[0], num_queries)
 
 
 def _select(
@@ -114,8 +118,9 @@ def _select(
     for first in range(0, end, KEY_TILE):
         stop = min(end, first + KEY_TILE)
         scores = (rows @ k[:, :, first:stop].mT * spec.scale).view(b, h_kv, g, n, stop - first)
-        candidate = visible.seen[:, None, first:stop] & (visible.upto[:, None, first:stop] <= others[:, :, None])
-        order = torch.where(candidate[:, None, None], _order(scores), torch.iinfo(torch.int64).min)
+        competes = visible.upto[:, None, first:stop] <= others[:, :, None]
+        competes = (competes & visible.seen[:, None, first:stop])[:, None, None]
+        order = torch.where(competes, _order(scores), NO_KEY)
         position = torch.arange(first, stop, device=k.device).expand(order.shape)
         order = torch.cat([best_order, order], dim=-1)
         # Stable, and what came before lies in front: of equal scores the lowest position wins.
@@ -123,19 +128,18 @@ def _select(
         rank = rank[..., : spec.topk - spec.recent]
         best_order = order[..., : spec.topk - spec.recent]
         best_position = torch.cat([best_position, position], dim=-1).gather(-1, rank)
-    nothing = torch.iinfo(torch.int64).max
-    chosen = best_position.masked_fill(best_order == torch.iinfo(torch.int64).min, nothing).sort(dim=-1).values
+    chosen = best_position.masked_fill(best_order == NO_KEY, UNUSED)
     chosen = torch.cat([chosen, _recent(visible, count, spec, chosen)], dim=-1)
     chosen = chosen.sort(dim=-1).values[..., : spec.topk]
-    chosen = chosen.masked_fill(chosen == nothing, -1)
+    chosen = chosen.masked_fill(chosen == UNUSED, -1)
     return torch.nn.functional.pad(chosen, (0, spec.topk - chosen.shape[-1]), value=-1)
 
 
 def _recent(visible: _VisibleKeys, count: torch.Tensor, spec: TopkSpec, like: torch.Tensor) -> torch.Tensor:
-    """Positions of the last visible keys, a huge number where there are fewer: ``[b, h_kv, g, n, recent]``."""
+    """Positions of the last visible keys, ``UNUSED`` where there are fewer: ``[b, h_kv, g, n, recent]``."""
     rank = count[:, :, None] - 1 - torch.arange(spec.recent, device=count.device)
     position = visible.position[:, None].expand(-1, count.shape[1], -1).gather(-1, rank.clamp_min(0))
-    position = position.masked_fill(rank < 0, torch.iinfo(torch.int64).max)
+    position = position.masked_fill(rank < 0, UNUSED)
     return position[:, None, None].expand(*like.shape[:-1], spec.recent)
 
 
@@ -171,11 +175,12 @@ def _compute(x: torch.Tensor) -> torch.Tensor:
 
 def _folded(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """``[b, h, n, ...]`` -> ``[b, h_kv, h / h_kv, n, ...]``, a view."""
-    return x.unflatten(1, (k.shape[1], x.shape[1] // k.shape[1]))
+    split = (x.shape[0], k.shape[1], x.shape[1] // k.shape[1], *x.shape[2:])
+    return x.view(split)
 
 
 def _flat(position: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Rows of ``k.flatten(0, 2)`` for positions ``[b, h_kv, ...]``; an unused place points at the first key."""
+    """Rows of ``k.flatten(0, 2)`` for positions ``[b, h_kv, ...]``; an unused place: the first key."""
     b, h_kv = position.shape[:2]
     start = torch.arange(b * h_kv, device=position.device).view(b, h_kv, 1, 1, 1) * num_keys
     return position.clamp_min(0) + start
@@ -202,7 +207,9 @@ def _scatter(
 
 
 def _query_tiles(q: torch.Tensor, k: torch.Tensor, spec: TopkSpec) -> Iterator[slice]:
-    per_query = q.shape[0] * q.shape[1] * max(spec.topk * q.shape[3], min(k.shape[2], KEY_TILE) + spec.topk, 1)
-    step = max(1, TILE_NUMBERS // max(per_query, 1))
+    per_query = (
+        q.shape[0] * q.shape[1] * max(spec.topk * q.shape[3], min(k.shape[2], KEY_TILE) + spec.topk, 1)
+    )
+    step = max(1, (TILE_NUMBERS_CPU if q.device.type == "cpu" else TILE_NUMBERS) // per_query)
     for first in range(0, q.shape[2], step):
         yield slice(first, min(q.shape[2], first + step))
