@@ -9,6 +9,13 @@ class Shape:
         self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, half: bool
     ) -> None: ...
 
+class ThreadPool:
+    """``num_threads`` threads, the caller among them; whoever uses them at the same time waits."""
+
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -19,7 +26,7 @@ class AttentionPlan:
         num_seqs: int,
         max_blocks: int,
         shape: Shape,
-        num_threads: int,
+        pool: ThreadPool,
         isa: str,
     ) -> None: ...
     @property
@@ -41,6 +48,32 @@ class AttentionPlan:
         lse: int,
     ) -> None: ...
 
+class PackedWeight:
+    """A weight [outputs, inputs] in its stored bits, in the kernels' order; see ``csrc/linear.h``."""
+
+    def __init__(self, type: str, outputs: int, inputs: int) -> None: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def pack_rows(self, data: int, first: int, rows: int, pool: ThreadPool) -> None: ...
+    def expand_row(self, row: int, out: int) -> None: ...
+
+def linear(
+    *,
+    weights: list[PackedWeight],
+    x: int,
+    rows: int,
+    x_stride: int,
+    bias: int,
+    residual: int,
+    out: int,
+    out_stride: int,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
 def write_kv(
     *,
     k: int,
@@ -56,7 +89,7 @@ def write_kv(
     isa: str,
 ) -> None: ...
 def exp(x: int, n: int, out: int, isa: str) -> None: ...
-def read_memory(data: int, bytes: int, num_threads: int) -> int: ...
+def read_memory(data: int, bytes: int, pool: ThreadPool) -> int: ...
 
 _Heads = tuple[int, int, int, int]
 
@@ -88,7 +121,7 @@ def topk_forward(
     lse: int,
     index: int,
     weight: int,
-    num_threads: int,
+    pool: ThreadPool,
     isa: str,
 ) -> None: ...
 def topk_backward(
@@ -104,6 +137,6 @@ def topk_backward(
     q_grad: _Heads,
     k_grad: _Heads,
     v_grad: _Heads,
-    num_threads: int,
+    pool: ThreadPool,
     isa: str,
 ) -> None: ...

@@ -13,6 +13,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig, RopeConfig
 from octavo.kernels.api import AttentionSpec
+from octavo.kernels.native import ThreadPool
 from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
 from octavo.models.rope import frequencies
@@ -113,7 +114,7 @@ class Paged:
             kv_dtype=torch.float32,
             device="cpu",
         )
-        self.attention = AttentionBackend(attention, spec)
+        self.attention = AttentionBackend(attention, spec, ThreadPool(1))
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.blocks = {}
         self.lengths = {}

@@ -11,6 +11,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
 from octavo.kernels.api import AttentionSpec
+from octavo.kernels.native import ThreadPool
 from octavo.models.decoder import Decoder
 from octavo.models.registry import MODELS
 from octavo.weights import hub
@@ -72,7 +73,7 @@ class OneSequence:
         shape = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block_size": BLOCK_SIZE}
         self.cache = KVCache(num_layers=config.num_layers, num_blocks=num_blocks, **shape)
         spec = AttentionSpec(num_heads=config.num_heads, kv_dtype=torch.float32, device="cpu", **shape)
-        self.attention = AttentionBackend(attention, spec)
+        self.attention = AttentionBackend(attention, spec, ThreadPool(1))
         self.blocks = torch.arange(num_blocks, dtype=torch.int32).flip(0)[None]
         self.length = 0
 

@@ -18,6 +18,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels.api import AttentionSpec, KVLayer
+from octavo.kernels.native import ThreadPool
 from octavo.request import RequestOutput
 from octavo.tokenizer import Tokenizer
 
@@ -136,7 +137,10 @@ class Tiny:
             fingerprint=fingerprint,
         )
         self.runner = Runner(
-            self.model, self.kv_cache, AttentionBackend("reference", spec), vocab_size=tokenizer.vocab_size
+            self.model,
+            self.kv_cache,
+            AttentionBackend("reference", spec, ThreadPool(1)),
+            vocab_size=tokenizer.vocab_size,
         )
         cache = CacheConfig(block_size=block_size, num_blocks=num_blocks)
         self.engine = Engine(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import api
 
-from .paged import Case, build, exact, oracle, run
+from .paged import Case, build, exact, oracle, pool, run
 
 FAST = [name for name in api.BACKENDS if name != "reference"]
 WITH_LSE = [name for name in FAST if name != "sdpa"]
@@ -73,7 +73,7 @@ def test_large_scores(name: str) -> None:
     paged = build(case)
     kv = paged.kv._replace(scale=20.0)
     kernel = api.get(name)
-    out, _ = kernel.attend(paged.q, kv, kernel.plan(paged.meta, case.spec, 1))
+    out, _ = kernel.attend(paged.q, kv, kernel.plan(paged.meta, case.spec, pool(1)))
     assert out.isfinite().all()
     q, k, v = (x.double() for x in case.tokens(0))
     scores = torch.einsum("qhd,khd->hqk", q[295:], k.repeat_interleave(3, 1)) * 20.0
@@ -94,7 +94,7 @@ def test_w06_window_of_8_over_9_tokens(name: str) -> None:
     kv = paged.kv._replace(value=paged.kv.value.clone())
     kv.value[block, :, 0] += 1.0
     kernel = api.get(name)
-    moved, _ = kernel.attend(paged.q, kv, kernel.plan(paged.meta, case.spec, 1))
+    moved, _ = kernel.attend(paged.q, kv, kernel.plan(paged.meta, case.spec, pool(1)))
     changed = (moved - base).abs().amax(dim=(1, 2)) > 1e-4
     assert changed.tolist() == [True] * 8 + [False]
 
@@ -135,7 +135,7 @@ def test_two_halves_merge_by_lse(name: str) -> None:
             for cache, x in ((paged.kv.key, k[part]), (paged.kv.value, v[part])):
                 cache[block, :, : to - b * 16] = x[b * 16 : to].transpose(0, 1)
         kernel = api.get(name)
-        parts.append(kernel.attend(q[-1:], paged.kv, kernel.plan(paged.meta, paged.case.spec, 1)))
+        parts.append(kernel.attend(q[-1:], paged.kv, kernel.plan(paged.meta, paged.case.spec, pool(1))))
     (out_a, lse_a), (out_b, lse_b) = parts
     lse = torch.logaddexp(lse_a, lse_b)
     merged = out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None]

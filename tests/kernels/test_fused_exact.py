@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import _native
-from octavo.kernels import api, fused
+from octavo.kernels import api, fused, native
 
-from .paged import Case, Paged, build, oracle, run
+from .paged import Case, Paged, build, oracle, pool, run
 
 BASE = Case(seqs=((700, 700),), need_lse=True)
 
@@ -39,7 +37,7 @@ def chunked(case: Case, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     for size in sizes:
         at += size
         part = build(_Fixed(case.with_(seqs=((size, at),)), q[:at], k[:at], v[:at]))
-        outs.append(fused.attend(part.q, part.kv, fused.plan(part.meta, case.spec, 1)))
+        outs.append(fused.attend(part.q, part.kv, fused.plan(part.meta, case.spec, pool(1))))
     assert at == case.seqs[0][1]
     return torch.cat([o for o, _ in outs]), torch.cat([x for _, x in outs if x is not None])
 
@@ -97,16 +95,6 @@ def test_block_size_and_placement_change_nothing(block_size: int, seqs: tuple[tu
         assert same(results(case.with_(block_size=block_size), placement=placement), want)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
-def test_the_kernel_runs_on_torchs_own_openmp() -> None:
-    """A second runtime would bring a second pool of threads, and the two would spin against each other."""
-    run("fused", build(BASE), 2)
-    torch.randn(512, 512) @ torch.randn(512, 512)
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    runtimes = [name for name in mapped if re.search(r"/lib(gomp|iomp5|omp)[-.]", name)]
-    assert len(runtimes) == 1, runtimes
-
-
 def test_batch_changes_nothing() -> None:
     seqs = ((1, 300), (33, 517), (1, 1), (256, 256), (2, 513), (1, 1025))
     case = BASE.with_(seqs=seqs)
@@ -114,7 +102,7 @@ def test_batch_changes_nothing() -> None:
     at = 0
     for s, (q_len, n) in enumerate(seqs):
         alone = build(_Fixed(case.with_(seqs=((q_len, n),)), *case.tokens(s)), placement=9)
-        got, got_lse = fused.attend(alone.q, alone.kv, fused.plan(alone.meta, case.spec, 2))
+        got, got_lse = fused.attend(alone.q, alone.kv, fused.plan(alone.meta, case.spec, pool(2)))
         assert torch.equal(got, out[at : at + q_len])
         assert got_lse is not None
         assert torch.equal(got_lse, lse[at : at + q_len])
@@ -126,11 +114,11 @@ def test_portable_equals_avx2(kv_dtype: torch.dtype) -> None:
     """Both run the same statements, so they agree to the bit; where the CPU has AVX2 it is chosen."""
     case = BASE.with_(seqs=((1, 300), (20, 290), (3, 5)), window=200, head_dim=40, kv_dtype=kv_dtype)
     paged = build(case)
-    plan = fused.plan(paged.meta, case.spec, 1, isa="portable")
+    plan = fused.plan(paged.meta, case.spec, pool(1), isa="portable")
     assert plan.native.isa == "portable"
     portable = fused.attend(paged.q, paged.kv, plan)
-    plan = fused.plan(paged.meta, case.spec, 1)
-    assert plan.native.isa == fused.isa()
+    plan = fused.plan(paged.meta, case.spec, pool(1))
+    assert plan.native.isa == native.isa()
     assert same(portable, fused.attend(paged.q, paged.kv, plan))  # type: ignore[arg-type]
 
 
@@ -150,7 +138,7 @@ def test_a_later_token_cannot_reach_an_earlier_row() -> None:
     block = spoilt.meta.block_table[0, 279 // 16]
     spoilt.kv.key[block, :, 279 % 16] = float("inf")
     spoilt.kv.value[block, :, 279 % 16] = float("inf")
-    plan = fused.plan(clean.meta, case.spec, 1)
+    plan = fused.plan(clean.meta, case.spec, pool(1))
     want, got = (fused.attend(p.q, p.kv, plan)[0] for p in (clean, spoilt))
     assert torch.equal(got[:-1], want[:-1])
     assert not got[-1].isfinite().any()
@@ -160,18 +148,18 @@ def test_a_key_before_the_window_is_never_read() -> None:
     """Blocks that left the window may be recycled: their content does not matter."""
     case = BASE.with_(seqs=((1, 700),), window=64)
     paged = build(case)
-    want = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, 1))
+    want = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(1)))
     for b in range((700 - 64) // 16):
         paged.kv.key[paged.meta.block_table[0, b]] = float("nan")
         paged.kv.value[paged.meta.block_table[0, b]] = float("nan")
-    assert same(want, fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, 1)))  # type: ignore[arg-type]
+    assert same(want, fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(1))))  # type: ignore[arg-type]
 
 
 def test_nan_in_a_visible_key_is_not_hidden() -> None:
     case = BASE.with_(seqs=((1, 40),))
     paged = build(case)
     paged.kv.key[paged.meta.block_table[0, 0], :, 3] = float("nan")
-    assert fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, 1))[0].isnan().all()
+    assert fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(1)))[0].isnan().all()
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
@@ -186,7 +174,7 @@ def test_a_span_of_scores_that_overflowed_weighs_nothing(
     paged = replace(paged, q=paged.q.abs() + 0.1)
     for p in range(overflowed):
         paged.kv.key[paged.meta.block_table[0, p // 16], :, p % 16] = float("-inf")
-    out, lse = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, num_threads, isa=isa))
+    out, lse = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(num_threads), isa=isa))
     want, want_lse = oracle(paged)
     torch.testing.assert_close(out, want, equal_nan=True, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, want_lse, equal_nan=True, atol=1e-5, rtol=1e-5)
@@ -197,7 +185,7 @@ def test_a_view_of_a_joint_projection_is_read_in_place() -> None:
     paged = build(case)
     joint = torch.randn(30, 10, 32)
     joint[:, :6] = paged.q
-    plan = fused.plan(paged.meta, case.spec, 1)
+    plan = fused.plan(paged.meta, case.spec, pool(1))
     want, _ = fused.attend(paged.q, paged.kv, plan)
     assert torch.equal(fused.attend(joint[:, :6], paged.kv, plan)[0], want)
 
@@ -205,7 +193,7 @@ def test_a_view_of_a_joint_projection_is_read_in_place() -> None:
 def test_a_plan_serves_layers_with_and_without_a_window() -> None:
     case = BASE.with_(seqs=((1, 700), (50, 500)))
     paged = build(case)
-    plan = fused.plan(paged.meta, case.spec, 2)
+    plan = fused.plan(paged.meta, case.spec, pool(2))
     for window in (None, 64, None, 300):
         want = run("fused", build(case.with_(window=window)))
         got = fused.attend(paged.q, paged.kv._replace(window=window), plan)
@@ -243,7 +231,7 @@ def test_one_plan_in_two_threads_is_served_in_turn() -> None:
 
     case = BASE.with_(seqs=((200, 900),))
     paged: Paged = build(case)
-    plan = fused.plan(paged.meta, case.spec, 1)
+    plan = fused.plan(paged.meta, case.spec, pool(1))
     want, _ = fused.attend(paged.q, paged.kv, plan)
     bad: list[int] = []
 

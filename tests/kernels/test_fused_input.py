@@ -12,8 +12,9 @@ import torch
 from octavo import _native
 from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused
+from octavo.kernels.native import ThreadPool
 
-from .paged import Case, Paged, build
+from .paged import Case, Paged, build, pool
 
 CASE = Case(seqs=((1, 40), (5, 20)))
 
@@ -46,7 +47,7 @@ def test_why_not(changes: dict[str, Any], reason: str) -> None:
     )
     assert reason in (fused.why_not(spec) or "")
     with pytest.raises(ValueError, match=reason):
-        fused.plan(build(CASE).meta, spec, 1)
+        fused.plan(build(CASE).meta, spec, pool(1))
 
 
 def _meta(paged: Paged, **changes: torch.Tensor) -> api.AttentionMeta:
@@ -75,23 +76,23 @@ def ints(*values: int) -> torch.Tensor:
 )
 def test_plan_refuses(changes: dict[str, torch.Tensor], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        fused.plan(_meta(build(CASE), **changes), CASE.spec, 1)
+        fused.plan(_meta(build(CASE), **changes), CASE.spec, pool(1))
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 100_000])
-def test_plan_refuses_threads(num_threads: int) -> None:
+def test_a_pool_refuses_threads(num_threads: int) -> None:
     with pytest.raises(ValueError, match=f"num_threads must be between 1 and 1024, got {num_threads}"):
-        fused.plan(build(CASE).meta, CASE.spec, num_threads)
+        ThreadPool(num_threads)
 
 
 def test_plan_refuses_an_unknown_isa() -> None:
     with pytest.raises(ValueError, match="isa must be auto, avx2 or portable"):
-        fused.plan(build(CASE).meta, CASE.spec, 1, isa="sse9")
+        fused.plan(build(CASE).meta, CASE.spec, pool(1), isa="sse9")
 
 
 def test_attend_refuses_a_block_outside_the_cache() -> None:
     paged = build(CASE)
-    plan = fused.plan(_meta(paged, block_table=paged.meta.block_table + 1000), CASE.spec, 1)
+    plan = fused.plan(_meta(paged, block_table=paged.meta.block_table + 1000), CASE.spec, pool(1))
     with pytest.raises(ValueError, match=r"block_table holds block 10\d\d but the cache has 8 blocks"):
         fused.attend(paged.q, paged.kv, plan)
 
@@ -114,7 +115,7 @@ def test_attend_refuses_a_block_outside_the_cache() -> None:
 )
 def test_attend_refuses(change: Any, reason: str) -> None:
     paged = build(CASE)
-    plan = fused.plan(paged.meta, CASE.spec, 1)
+    plan = fused.plan(paged.meta, CASE.spec, pool(1))
     q, kv = change(paged.q, paged.kv)
     with pytest.raises(ValueError, match=reason):
         fused.attend(q, kv, plan)
@@ -123,11 +124,11 @@ def test_attend_refuses(change: Any, reason: str) -> None:
 def test_no_sequences_and_no_queries_are_fine() -> None:
     empty = api.AttentionMeta(torch.zeros(0, 1, dtype=torch.int32), ints(), ints(0))
     paged = build(CASE)
-    out, _ = fused.attend(torch.zeros(0, 6, 32), paged.kv, fused.plan(empty, CASE.spec, 2))
+    out, _ = fused.attend(torch.zeros(0, 6, 32), paged.kv, fused.plan(empty, CASE.spec, pool(2)))
     assert out.shape == (0, 6, 32)
     case = Case(seqs=((0, 20), (3, 20)))
     paged = build(case)
-    out, _ = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, 2))
+    out, _ = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(2)))
     assert out.isfinite().all()
 
 
@@ -137,7 +138,7 @@ def test_without_the_extension_the_error_says_what_to_do() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "ImportError: attention='fused' needs octavo's native extension: run pip install ." in done.stderr
+    assert "ImportError: octavo's native extension is missing: run pip install ." in done.stderr
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
@@ -186,7 +187,7 @@ def test_write_kv_refuses_what_does_not_fit() -> None:
 def test_read_memory_reads_every_byte() -> None:
     x = torch.arange(300_001)
     for num_threads in (1, 3):
-        assert _native.read_memory(x.data_ptr(), x.numel() * 8, num_threads) == int(x.sum())
+        assert _native.read_memory(x.data_ptr(), x.numel() * 8, pool(num_threads)) == int(x.sum())
 
 
 @pytest.mark.parametrize("write", ["torch", "native"])

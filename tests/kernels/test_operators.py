@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from octavo.bench import attention as bench
 from octavo.kernels import api, bmm, fused, gather
 
-from .paged import Case, build
+from .paged import Case, build, pool
 
 
 @pytest.mark.parametrize("seqs", [((1, 300),), ((20, 300),), ((1, 300),) * 8])
@@ -23,7 +23,7 @@ def test_launches_fall_from_3h_to_3_to_1_to_1(seqs: tuple[tuple[int, int], ...])
     counts = {}
     for name in bench.BACKENDS:
         kernel = api.get(name)
-        plan = kernel.plan(paged.meta, case.spec, 1)
+        plan = kernel.plan(paged.meta, case.spec, pool(1))
         counts[name] = bench.count_operators(lambda k=kernel, p=plan: k.attend(paged.q, paged.kv, p))
     assert {name: c["attention"] for name, c in counts.items()} == {
         "loop": 3 * case.num_heads,
@@ -74,7 +74,7 @@ def test_bmm_copies_no_head() -> None:
     for num_heads in (4, 16):
         case = Case(seqs=((20, 50),), num_heads=num_heads, num_kv_heads=num_heads)
         paged = build(case)
-        plan = bmm.plan(paged.meta, case.spec, 1)
+        plan = bmm.plan(paged.meta, case.spec, pool(1))
         rest.append(bench.count_operators(lambda p=paged, pl=plan: bmm.attend(p.q, p.kv, pl))["other"])
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             bmm.attend(paged.q, paged.kv, plan)
@@ -108,7 +108,7 @@ def test_decodes_of_a_batch_are_one_group() -> None:
 def test_fused_shows_in_a_profile() -> None:
     case = Case(seqs=((1, 50),))
     paged = build(case)
-    plan = fused.plan(paged.meta, case.spec, 1)
+    plan = fused.plan(paged.meta, case.spec, pool(1))
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         fused.attend(paged.q, paged.kv, plan)
     assert [e.name for e in prof.events()].count(fused.NAME) == 1

@@ -9,15 +9,16 @@ import torch
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api
+from octavo.kernels.native import ThreadPool
 
 
 class AttentionBackend:
     """One attention kernel, chosen by name; refuses at construction what it cannot serve."""
 
-    def __init__(self, name: str, spec: api.AttentionSpec, num_threads: int = 1) -> None:
+    def __init__(self, name: str, spec: api.AttentionSpec, pool: ThreadPool) -> None:
         self.name = name
         self.spec = spec
-        self.num_threads = num_threads
+        self.pool = pool
         self._kernel = api.get(name)
         reason = self._kernel.why_not(spec)
         if reason is not None:
@@ -27,7 +28,7 @@ class AttentionBackend:
     def plan(self, batch: ForwardBatch) -> Any:
         """What this step's layers share. Call once a step."""
         meta = api.AttentionMeta(batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
-        return self._kernel.plan(meta, self.spec, self.num_threads)
+        return self._kernel.plan(meta, self.spec, self.pool)
 
     def write(
         self, kv_cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from octavo import _native
 from octavo.bench.machine import machine, versions
 from octavo.cache.kv_cache import KVCache
-from octavo.kernels import api, fused
+from octavo.kernels import api, fused, native
+from octavo.kernels.native import ThreadPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 NUM_LAYERS = 30
@@ -131,13 +131,13 @@ class Step:
         kv = api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5)
         return api.get(name).attend(self.q, kv, self.plans[name])
 
-    def read(self, threads: int) -> None:
+    def read(self, pool: ThreadPool) -> None:
         """Read the K and V of all layers in order, and do nothing with them: the memory's own speed."""
         for tensor in (self.cache.key, self.cache.value):
-            _native.read_memory(tensor.data_ptr(), tensor.nbytes, threads)
+            native.read_memory(tensor, pool)
 
 
-def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
+def prepare(case: Case, pool: ThreadPool, num_layers: int | None = None) -> Step:
     """Random tensors for ``case``; each sequence's blocks lie in a row, as a fresh pool gives them."""
     if num_layers is None:
         num_layers = max(1, min(NUM_LAYERS, CACHE_BYTES // case.kv_bytes))
@@ -166,7 +166,7 @@ def prepare(case: Case, threads: int, num_layers: int | None = None) -> Step:
         device="cpu",
     )
     q = torch.randn(case.batch * case.queries, NUM_HEADS, HEAD_DIM, generator=generator)
-    plans = {name: api.get(name).plan(meta, spec, threads) for name in BACKENDS}
+    plans = {name: api.get(name).plan(meta, spec, pool) for name in BACKENDS}
     return Step(q, cache, plans)
 
 
@@ -182,12 +182,12 @@ def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> 
     return seconds
 
 
-def measure_case(case: Case, threads: int, rounds: int) -> dict[str, Any]:
+def measure_case(case: Case, pool: ThreadPool, rounds: int) -> dict[str, Any]:
     """Median milliseconds a layer of each backend, GB/s of K and V, and whether outputs agree.
 
     A plain read of the same memory takes its turn in every round: what a backend's GB/s is held against.
     """
-    step = prepare(case, threads)
+    step = prepare(case, pool)
     count = step.num_layers
 
     def all_layers(name: str) -> None:
@@ -195,7 +195,7 @@ def measure_case(case: Case, threads: int, rounds: int) -> dict[str, Any]:
             step.attend(name, layer)
 
     calls: dict[str, Callable[[], object]] = {name: partial(all_layers, name) for name in BACKENDS}
-    times = time_interleaved(calls | {"read": partial(step.read, threads)}, rounds)
+    times = time_interleaved(calls | {"read": partial(step.read, pool)}, rounds)
     read = statistics.median(times.pop("read")) / count
     want = step.attend("loop", 0)[0]
     row: dict[str, Any] = {
@@ -255,12 +255,12 @@ def allocated_bytes(call: Callable[[], object]) -> int:
     return sum(max(0, event.self_cpu_memory_usage) for event in prof.events())
 
 
-def measure_operators(threads: int, quick: bool) -> dict[str, Any]:
+def measure_operators(pool: ThreadPool, quick: bool) -> dict[str, Any]:
     """Operators a layer, the cost of a call that has nearly nothing to compute, and intermediates."""
     keys = 64 if quick else 1024
-    steps = {batch: prepare(Case("decode", batch, 1, keys), threads, 1) for batch in (1, 8)}
-    chunk = prepare(Case("prefill", 1, 32 if quick else 512, keys), threads, 1)
-    tiny = prepare(Case("decode", 1, 1, BLOCK_SIZE), threads, 1)
+    steps = {batch: prepare(Case("decode", batch, 1, keys), pool, 1) for batch in (1, 8)}
+    chunk = prepare(Case("prefill", 1, 32 if quick else 512, keys), pool, 1)
+    tiny = prepare(Case("decode", 1, 1, BLOCK_SIZE), pool, 1)
 
     def repeat(name: str) -> None:
         for _ in range(20):
@@ -314,6 +314,7 @@ def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> 
         raise ValueError(f"threads must be at least 1, got {threads}")
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
+    pool = ThreadPool(threads)
     with _torch_threads(threads), torch.inference_mode():
         # glibc takes big temporaries afresh from the system until a bigger one was freed once. In a
         # process that has loaded a model that has happened; without it the gathers pay for page faults.
@@ -322,14 +323,14 @@ def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> 
             "bench": "attention",
             "command": command,
             "threads": threads,
-            "isa": fused.isa(),
+            "isa": native.isa(),
             "machine": machine(),
             "versions": versions(),
             "shape": {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM},
             "block_size": BLOCK_SIZE,
             "rounds": rounds,
-            "cases": [measure_case(case, threads, rounds) for case in (QUICK if quick else FULL)],
-            "operators": measure_operators(threads, quick),
+            "cases": [measure_case(case, pool, rounds) for case in (QUICK if quick else FULL)],
+            "operators": measure_operators(pool, quick),
             "bmm_beside_matmul": measure_bmm_beside_matmul(rounds),
         }
 

@@ -1,10 +1,12 @@
 // The Python face. Addresses come as integers; octavo.kernels.fused checks the tensors behind them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
 
+#include "linear.h"
 #include "plan.h"
 #include "topk_bind.h"
 
@@ -53,17 +55,24 @@ NB_MODULE(_native, m) {
         },
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "half"_a);
 
+    nb::class_<ThreadPool>(m, "ThreadPool")
+        .def(
+            "__init__",
+            [](ThreadPool* self, int num_threads) { new (self) ThreadPool(check_threads(num_threads)); },
+            "num_threads"_a)
+        .def_prop_ro("num_threads", &ThreadPool::num_threads);
+
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
             [](AttentionPlan* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q,
-               int64_t num_seqs, int64_t max_blocks, const Shape& shape, int num_threads, const std::string& isa) {
+               int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool, const std::string& isa) {
                 new (self) AttentionPlan(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
-                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape,
-                                         check_threads(num_threads), choose_isa(isa));
+                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape, pool,
+                                         choose_isa(isa));
             },
             nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
-            "num_threads"_a, "isa"_a)
+            "pool"_a, "isa"_a, nb::keep_alive<1, 9>())
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
         .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
         .def_prop_ro("isa", [](const AttentionPlan& plan) { return std::string(plan.isa().name); })
@@ -77,6 +86,42 @@ NB_MODULE(_native, m) {
                 plan.run(layer);
             },
             "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a);
+
+    nb::class_<PackedWeight>(m, "PackedWeight")
+        .def(
+            "__init__",
+            [](PackedWeight* self, const std::string& type, int64_t outputs, int64_t inputs) {
+                new (self) PackedWeight(weight_type(type), outputs, inputs);
+            },
+            "type"_a, "outputs"_a, "inputs"_a)
+        .def_prop_ro("outputs", &PackedWeight::outputs)
+        .def_prop_ro("inputs", &PackedWeight::inputs)
+        .def_prop_ro("bytes", &PackedWeight::bytes)
+        .def(
+            "pack_rows",
+            [](PackedWeight& weight, uintptr_t data, int64_t first, int64_t rows, ThreadPool& pool) {
+                nb::gil_scoped_release release;
+                weight.pack_rows(at<const void>(data), first, rows, pool);
+            },
+            "data"_a, "first"_a, "rows"_a, "pool"_a)
+        .def(
+            "expand_row",
+            [](const PackedWeight& weight, int64_t row, uintptr_t out) { weight.expand_row(row, at<float>(out)); },
+            "row"_a, "out"_a);
+
+    m.def(
+        "linear",
+        [](const std::vector<const PackedWeight*>& weights, uintptr_t x, int64_t rows, int64_t x_stride,
+           uintptr_t bias, uintptr_t residual, uintptr_t out, int64_t out_stride, ThreadPool& pool,
+           const std::string& isa) {
+            const LinearArgs args{at<const float>(x), rows, x_stride, at<const float>(bias),
+                                  at<const float>(residual), at<float>(out), out_stride};
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            linear(weights, args, pool, kernels);
+        },
+        nb::kw_only(), "weights"_a, "x"_a, "rows"_a, "x_stride"_a, "bias"_a, "residual"_a, "out"_a, "out_stride"_a,
+        "pool"_a, "isa"_a);
 
     m.def(
         "write_kv",
@@ -100,12 +145,12 @@ NB_MODULE(_native, m) {
 
     m.def(
         "read_memory",
-        [](uintptr_t data, int64_t bytes, int num_threads) {
+        [](uintptr_t data, int64_t bytes, ThreadPool& pool) {
             const Isa& kernels = choose_isa("auto");
             nb::gil_scoped_release release;
-            return read_memory(at<const void>(data), bytes, check_threads(num_threads), kernels);
+            return read_memory(at<const void>(data), bytes, pool, kernels);
         },
-        "data"_a, "bytes"_a, "num_threads"_a);
+        "data"_a, "bytes"_a, "pool"_a);
 
     bind_topk(m);
 }

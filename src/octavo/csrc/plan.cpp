@@ -1,8 +1,6 @@
 // Who computes what. Nothing here can change a result: see span_kernel.inl.
 #include "plan.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -18,14 +16,6 @@ constexpr int64_t kMaxPartialFloats = int64_t(64) << 20;
 
 // Each piece of memory starts on a line of its own.
 int64_t line_up(int64_t floats) { return (floats + 15) & ~int64_t(15); }
-
-template <class F>
-void parallel(int num_threads, F&& body) {
-    // torch's wheel brings a libgomp with the usual soname, so these are torch's own threads; a pool
-    // of ours would spin against them.
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    body(omp_get_thread_num());
-}
 
 int log2_exact(int x) {
     int shift = 0;
@@ -46,10 +36,10 @@ const Isa& choose_isa(const std::string& name) {
 }
 
 AttentionPlan::AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                             int64_t num_seqs, int64_t max_blocks, const Shape& shape, int num_threads,
+                             int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool,
                              const Isa& isa)
     : shape_(shape),
-      num_threads_(num_threads),
+      pool_(pool),
       isa_(isa),
       group_(shape.num_heads / shape.num_kv_heads),
       block_shift_(log2_exact(shape.block_size)) {
@@ -100,8 +90,8 @@ void AttentionPlan::divide_work(int64_t window) {
         const int64_t spans = job.span_end - job.span_begin;
         const int64_t partials = spans * line_up(partial_floats(job));
         // About eight items a thread: an item's first span has nobody to prefetch it.
-        const int64_t piece = std::max<int64_t>(1, total / (int64_t(job.rows) * num_threads_ * 8));
-        const bool split = num_threads_ > 1 && spans > 2 * piece && partials_size_ + partials <= kMaxPartialFloats;
+        const int64_t piece = std::max<int64_t>(1, total / (int64_t(job.rows) * pool_.num_threads() * 8));
+        const bool split = pool_.num_threads() > 1 && spans > 2 * piece && partials_size_ + partials <= kMaxPartialFloats;
         if (!split) {
             items_.push_back({int64_t(j), job.span_begin, job.span_end});
             continue;
@@ -131,7 +121,7 @@ void AttentionPlan::run(const LayerArgs& layer) {
     if (divided_window_ != layer.window) divide_work(layer.window);
     if (items_.empty()) return;
 
-    const int threads = int(std::min<int64_t>(num_threads_, int64_t(items_.size())));
+    const int threads = pool_.num_threads();
     const int64_t per_thread = scratch_floats();
     const int64_t needed = partials_size_ + threads * per_thread + 16;
     if (needed > memory_size_) {
@@ -145,27 +135,22 @@ void AttentionPlan::run(const LayerArgs& layer) {
         spans_left.reset(new std::atomic<int64_t>[jobs_.size()]);
         for (size_t j = 0; j < jobs_.size(); ++j) spans_left[j] = jobs_[j].span_end - jobs_[j].span_begin;
     }
-    std::atomic<int64_t> next{0};
-    const int64_t count = int64_t(items_.size());
-    parallel(threads, [&](int thread) {
-        float* scratch = memory + thread * per_thread;
-        for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-            const Item& item = items_[size_t(i)];
-            const Job& job = jobs_[size_t(item.job)];
-            run_item(layer, item, scratch, partials);
-            // Whoever completes a shared job merges it, in the order of position all the same.
-            if (job.partials < 0) continue;
-            const int64_t done = item.span_end - item.span_begin;
-            if (spans_left[size_t(item.job)].fetch_sub(done) != done) continue;
-            const int64_t stride = line_up(partial_floats(job));
-            float* m = partials + job.partials;
-            for (int64_t p = 1; p < job.span_end - job.span_begin; ++p) {
-                const float* later = m + p * stride;
-                isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
-                           m + 2 * job.rows);
-            }
-            finish(layer, job, m, m + job.rows, m + 2 * job.rows);
+    pool_.run(int64_t(items_.size()), [&](int thread, int64_t i) {
+        const Item& item = items_[size_t(i)];
+        const Job& job = jobs_[size_t(item.job)];
+        run_item(layer, item, memory + thread * per_thread, partials);
+        // Whoever completes a shared job merges it, in the order of position all the same.
+        if (job.partials < 0) return;
+        const int64_t done = item.span_end - item.span_begin;
+        if (spans_left[size_t(item.job)].fetch_sub(done) != done) return;
+        const int64_t stride = line_up(partial_floats(job));
+        float* m = partials + job.partials;
+        for (int64_t p = 1; p < job.span_end - job.span_begin; ++p) {
+            const float* later = m + p * stride;
+            isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
+                       m + 2 * job.rows);
         }
+        finish(layer, job, m, m + job.rows, m + 2 * job.rows);
     });
 }
 
@@ -277,13 +262,12 @@ void write_kv(const WriteArgs& args, const Shape& shape, const Isa& isa) {
     }
 }
 
-uint64_t read_memory(const void* data, int64_t bytes, int num_threads, const Isa& isa) {
+uint64_t read_memory(const void* data, int64_t bytes, ThreadPool& pool, const Isa& isa) {
     constexpr int64_t kPiece = 1 << 20;
-    std::atomic<int64_t> next{0};
     std::atomic<uint64_t> sum{0};
-    parallel(num_threads, [&](int) {
-        for (int64_t at = next.fetch_add(kPiece); at < bytes; at = next.fetch_add(kPiece))
-            sum += isa.read(static_cast<const char*>(data) + at, std::min(kPiece, bytes - at));
+    pool.run((bytes + kPiece - 1) / kPiece, [&](int, int64_t piece) {
+        const int64_t first = piece * kPiece;
+        sum += isa.read(static_cast<const char*>(data) + first, std::min(kPiece, bytes - first));
     });
     return sum;
 }

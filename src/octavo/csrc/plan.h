@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "pool.h"
 
 namespace octavo {
 
@@ -43,7 +44,7 @@ public:
     // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
     // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
     AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, int num_threads, const Isa& isa);
+                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool, const Isa& isa);
 
     void run(const LayerArgs& layer);
 
@@ -82,7 +83,7 @@ private:
     int64_t scratch_floats() const;
 
     Shape shape_;
-    int num_threads_;
+    ThreadPool& pool_;
     const Isa& isa_;
     int group_;
     int block_shift_;
@@ -118,7 +119,7 @@ struct WriteArgs {
 };
 void write_kv(const WriteArgs& args, const Shape& shape, const Isa& isa);
 
-// Reads the bytes with num_threads threads, each its own part.
-uint64_t read_memory(const void* data, int64_t bytes, int num_threads, const Isa& isa);
+// Reads every byte once, the pool's threads each their own part.
+uint64_t read_memory(const void* data, int64_t bytes, ThreadPool& pool, const Isa& isa);
 
 }  // namespace octavo

@@ -9,6 +9,8 @@
 
 namespace octavo {
 
+class ThreadPool;
+
 // The running top-k of one query row while its scores stream by in order of position.
 //
 // Candidates are offered and compete for `places`; the highest scores win, ties go to the lowest
@@ -124,7 +126,7 @@ struct TopkBackward {
 
 // Bidirectional, or causal with the last query at the last key. Never holds more scores than a
 // few rows' spans, and the kept ones.
-void topk_forward(const TopkShape& shape, const TopkForward& args, int num_threads, bool portable);
-void topk_backward(const TopkShape& shape, const TopkBackward& args, int num_threads, bool portable);
+void topk_forward(const TopkShape& shape, const TopkForward& args, ThreadPool& pool, bool portable);
+void topk_backward(const TopkShape& shape, const TopkBackward& args, ThreadPool& pool, bool portable);
 
 }  // namespace octavo

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "plan.h"
+#include "pool.h"
 #include "topk.h"
 
 namespace nb = nanobind;
@@ -61,23 +62,23 @@ void bind_topk(nb::module_& m) {
     m.def(
         "topk_forward",
         [](const TopkShape& shape, const Tensor& q, const Tensor& k, const Tensor& v, uintptr_t padding,
-           const Tensor& out, uintptr_t lse, uintptr_t index, uintptr_t weight, int num_threads,
+           const Tensor& out, uintptr_t lse, uintptr_t index, uintptr_t weight, ThreadPool& pool,
            const std::string& isa) {
             const TopkForward args{heads<const float>(q),  heads<const float>(k), heads<const float>(v),
                                    at<const uint8_t>(padding), heads<float>(out),     at<float>(lse),
                                    at<int32_t>(index),     at<float>(weight)};
             const bool portable = &choose_isa(isa) == &portable_isa();
             nb::gil_scoped_release release;
-            topk_forward(shape, args, num_threads, portable);
+            topk_forward(shape, args, pool, portable);
         },
         nb::kw_only(), "shape"_a, "q"_a, "k"_a, "v"_a, "padding"_a, "out"_a, "lse"_a, "index"_a, "weight"_a,
-        "num_threads"_a, "isa"_a);
+        "pool"_a, "isa"_a);
 
     m.def(
         "topk_backward",
         [](const TopkShape& shape, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out_grad,
            uintptr_t index, uintptr_t weight, float threshold, const Tensor& q_grad, const Tensor& k_grad,
-           const Tensor& v_grad, int num_threads, const std::string& isa) {
+           const Tensor& v_grad, ThreadPool& pool, const std::string& isa) {
             const TopkBackward args{heads<const float>(q),
                                     heads<const float>(k),
                                     heads<const float>(v),
@@ -90,10 +91,10 @@ void bind_topk(nb::module_& m) {
                                     heads<float>(v_grad)};
             const bool portable = &choose_isa(isa) == &portable_isa();
             nb::gil_scoped_release release;
-            topk_backward(shape, args, num_threads, portable);
+            topk_backward(shape, args, pool, portable);
         },
         nb::kw_only(), "shape"_a, "q"_a, "k"_a, "v"_a, "out_grad"_a, "index"_a, "weight"_a, "threshold"_a, "q_grad"_a,
-        "k_grad"_a, "v_grad"_a, "num_threads"_a, "isa"_a);
+        "k_grad"_a, "v_grad"_a, "pool"_a, "isa"_a);
 }
 
 }  // namespace octavo

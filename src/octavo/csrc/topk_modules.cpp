@@ -1,14 +1,12 @@
 // Top-k attention for modules: whole tensors, forward and backward. Who computes what is decided
 // here and cannot change a result: a row's forward and query gradient are one piece of work, and so
 // are the gradients of a key, which every row reaches in the same order.
-#include <omp.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "pool.h"
 #include "topk.h"
 
 namespace octavo {
@@ -21,14 +19,6 @@ constexpr int64_t kMinKeyRange = 64;
 
 const TopkIsa& kernels(bool portable) {
     return !portable && avx2_topk() != nullptr && cpu_has_avx2() ? *avx2_topk() : portable_topk();
-}
-
-// body(item, thread) once for every item, in no particular order. The one place that knows the threads.
-template <class F>
-void for_each_item(int num_threads, int64_t count, F&& body) {
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) body(i, omp_get_thread_num());
 }
 
 // The keys of a batch element that are not padding, in order of position.
@@ -192,7 +182,7 @@ int kept(const int32_t* index, int topk) {
 
 }  // namespace
 
-void topk_forward(const TopkShape& shape, const TopkForward& args, int num_threads, bool portable) {
+void topk_forward(const TopkShape& shape, const TopkForward& args, ThreadPool& pool, bool portable) {
     const TopkIsa& isa = kernels(portable);
     std::vector<VisibleKeys> keys;
     for (int64_t b = 0; b < (args.padding == nullptr ? 1 : shape.batch); ++b)
@@ -200,10 +190,9 @@ void topk_forward(const TopkShape& shape, const TopkForward& args, int num_threa
     const int64_t rows = shape.num_queries * (shape.num_heads / shape.num_kv_heads);
     const int tile_rows = int(std::min<int64_t>(rows_per_tile(shape), std::max<int64_t>(rows, 1)));
     const int64_t tiles = (rows + tile_rows - 1) / tile_rows, pairs = shape.batch * shape.num_kv_heads;
-    const int threads = int(std::clamp<int64_t>(tiles * pairs, 1, num_threads));
     std::vector<std::unique_ptr<Scratch>> scratch;
-    for (int t = 0; t < threads; ++t) scratch.emplace_back(new Scratch(shape, tile_rows));
-    for_each_item(threads, tiles * pairs, [&](int64_t item, int thread) {
+    for (int t = 0; t < pool.num_threads(); ++t) scratch.emplace_back(new Scratch(shape, tile_rows));
+    pool.run(tiles * pairs, [&](int thread, int64_t item) {
         // The last rows see the most keys: the costliest come first.
         const int64_t pair = item % pairs, row0 = (tiles - 1 - item / pairs) * tile_rows;
         const Tile tile{pair / shape.num_kv_heads, pair % shape.num_kv_heads, row0,
@@ -213,12 +202,12 @@ void topk_forward(const TopkShape& shape, const TopkForward& args, int num_threa
     });
 }
 
-void topk_backward(const TopkShape& shape, const TopkBackward& args, int num_threads, bool portable) {
+void topk_backward(const TopkShape& shape, const TopkBackward& args, ThreadPool& pool, bool portable) {
     const TopkIsa& isa = kernels(portable);
     const int64_t n = shape.num_queries, heads = shape.num_heads, group = heads / shape.num_kv_heads;
     const int64_t rows = shape.batch * heads * n;
     std::unique_ptr<float[]> score_grad(new float[size_t(rows * shape.topk)]), norm(new float[size_t(rows)]);
-    for_each_item(num_threads, (rows + kGradRows - 1) / kGradRows, [&](int64_t item, int) {
+    pool.run((rows + kGradRows - 1) / kGradRows, [&](int, int64_t item) {
         for (int64_t at = item * kGradRows; at < std::min(rows, (item + 1) * kGradRows); ++at) {
             const int64_t b = at / (heads * n), h = at / n % heads, i = at % n;
             const int32_t* index = args.index + at * shape.topk;
@@ -230,10 +219,10 @@ void topk_backward(const TopkShape& shape, const TopkBackward& args, int num_thr
     });
     // A row's entries lie in order of position, so a range of keys is a range of entries.
     const int64_t pairs = shape.batch * shape.num_kv_heads;
-    const int64_t wanted = std::max<int64_t>(1, 4 * num_threads / std::max<int64_t>(1, pairs));
+    const int64_t wanted = std::max<int64_t>(1, 4 * pool.num_threads() / std::max<int64_t>(1, pairs));
     const int64_t range = std::max((shape.num_keys + wanted - 1) / wanted, kMinKeyRange);
     const int64_t ranges = (shape.num_keys + range - 1) / range;
-    for_each_item(num_threads, pairs * ranges, [&](int64_t item, int) {
+    pool.run(pairs * ranges, [&](int, int64_t item) {
         const int64_t pair = item / ranges, b = pair / shape.num_kv_heads, kv = pair % shape.num_kv_heads;
         const int32_t first = int32_t(item % ranges * range), end = int32_t(std::min(shape.num_keys, first + range));
         for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {

@@ -16,6 +16,7 @@ from octavo.engine import resources
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
+from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.models.decoder import Decoder
 from octavo.models.registry import canonical
@@ -86,7 +87,7 @@ def load(checkpoint: Checkpoint, device: str = "cpu") -> LoadedModel:
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
     """An engine with its own pool over a loaded model; see :func:`build_engine`."""
     attention = _backend(config, loaded.config)
-    torch.set_num_threads(attention.num_threads)
+    torch.set_num_threads(attention.pool.num_threads)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
@@ -146,9 +147,7 @@ def _check_size(config: ModelConfig, checkpoint: Checkpoint) -> None:
 def isa(attention: str) -> str:
     """The instruction set that the attention backend computes with on this machine."""
     if attention == "fused":
-        from octavo.kernels import fused
-
-        return fused.isa()
+        return native.isa()
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -221,4 +220,4 @@ def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
-    return AttentionBackend(config.attention, spec, num_threads)
+    return AttentionBackend(config.attention, spec, native.ThreadPool(num_threads))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from octavo.kernels.native import ThreadPool
+
 #: Every row is computed as partials over fixed spans of this many absolute positions, merged in
 #: the order of position, so that a result never depends on chunks, batch or threads.
 SPAN = 256
@@ -69,7 +71,7 @@ class Kernel(Protocol):
         """One sentence why this backend cannot serve ``spec``, or None when it can."""
         ...
 
-    def plan(self, meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> Any:
+    def plan(self, meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> Any:
         """Whatever is worth computing once a step and reusing in every layer."""
         ...
 

@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels import gather
 from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.native import ThreadPool
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -13,8 +14,8 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> gather.GatherPlan:
-    """Gather indices and masks. torch's own setting decides the threads, not ``num_threads``."""
+def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> gather.GatherPlan:
+    """Gather indices and masks. torch's own setting decides the threads, not ``pool``."""
     return gather.plan(meta, spec)
 
 

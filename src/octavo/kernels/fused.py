@@ -1,7 +1,7 @@
 """Native attention straight over the block table: scores never reach memory, nothing is gathered.
 
 A row's result depends on its query and the keys it sees, to the bit: not on chunks, the batch, the
-block size, where blocks lie, or ``num_threads``. How, is told in ``csrc/span_kernel.inl``.
+block size, where blocks lie, or ``pool``. How, is told in ``csrc/span_kernel.inl``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# torch comes first: its wheel loads the OpenMP runtime whose threads the extension then shares.
-try:
-    from octavo import _native
-except ImportError as error:
-    raise ImportError("attention='fused' needs octavo's native extension: run pip install .") from error
-
 from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.native import ThreadPool, _native
 
 NAME = "octavo::fused_attention"
 KV_DTYPES = (torch.float32, torch.float16)
@@ -27,11 +22,6 @@ class Plan(NamedTuple):
 
     native: _native.AttentionPlan
     spec: AttentionSpec
-
-
-def isa() -> str:
-    """The instruction set that "auto" picks on this machine: "avx2" or "portable"."""
-    return _native.isa()
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -49,7 +39,7 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int, *, isa: str = "auto") -> Plan:
+def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, isa: str = "auto") -> Plan:
     """Check and copy the step's integers. The plan serves one ``attend`` at a time.
 
     ``isa`` "avx2" or "portable" forces the kernels (tests). Raises ValueError, in one sentence, for
@@ -69,7 +59,7 @@ def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int, *, isa: str
         num_seqs=num_seqs,
         max_blocks=meta.block_table.shape[1],
         shape=_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.kv_dtype),
-        num_threads=num_threads,
+        pool=pool,
         isa=isa,
     )
     return Plan(native, spec)

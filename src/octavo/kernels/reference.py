@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.native import ThreadPool
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -12,7 +13,7 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> AttentionMeta:
+def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> AttentionMeta:
     """Nothing is worth computing ahead here."""
     return meta
 

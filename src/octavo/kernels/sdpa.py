@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from octavo.kernels import gather
 from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.native import ThreadPool
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -20,8 +21,8 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, num_threads: int) -> gather.GatherPlan:
-    """Gather indices and masks. torch's own setting decides the threads, not ``num_threads``.
+def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> gather.GatherPlan:
+    """Gather indices and masks. torch's own setting decides the threads, not ``pool``.
 
     Raises ValueError for what ``why_not`` refuses.
     """

@@ -6,15 +6,13 @@ other queries or the number of threads.
 
 from __future__ import annotations
 
+import functools
+import os
+
 import torch
 import torch.nn.functional as F
 
-# torch comes first: its wheel loads the OpenMP runtime whose threads the extension then shares.
-try:
-    from octavo import _native
-except ImportError as error:
-    raise ImportError("top-k attention needs octavo's native extension: run pip install .") from error
-
+from octavo.kernels.native import ThreadPool, _native
 from octavo.kernels.topk_spec import Kept, TopkSpec, empty_heads
 
 
@@ -46,7 +44,7 @@ def forward(
         lse=kept.lse.data_ptr(),
         index=kept.position.data_ptr() if save else 0,
         weight=kept.weight.data_ptr() if save else 0,
-        num_threads=torch.get_num_threads(),
+        pool=_pool(torch.get_num_threads(), os.getpid()),
         isa=isa,
     )
     return _like(out, q), kept
@@ -78,10 +76,19 @@ def backward(
         q_grad=_address(q_grad),
         k_grad=_address(k_grad),
         v_grad=_address(v_grad),
-        num_threads=torch.get_num_threads(),
+        pool=_pool(torch.get_num_threads(), os.getpid()),
         isa=isa,
     )
     return _like(q_grad, qkv[0]), _like(k_grad, qkv[1]), _like(v_grad, qkv[2])
+
+
+@functools.cache
+def _pool(num_threads: int, process: int) -> ThreadPool:
+    """As many threads as torch's setting says; of this process, since a forked one has none of its parent's.
+
+    A function of tensors has nowhere to carry a pool: torch's operators share theirs in the same way.
+    """
+    return ThreadPool(num_threads)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

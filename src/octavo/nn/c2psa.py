@@ -43,6 +43,7 @@ class C2PSA(Attention):
     # What torch's encoder layers ask of their self_attn before they choose a path of their own.
     batch_first = True
     in_proj_bias = None
+    _qkv_same_embed_dim = False
 
     def __init__(  # noqa: PLR0913  (the module's settings, all but the first two by name or default)
         self,
@@ -80,7 +81,7 @@ class C2PSA(Attention):
             v,
             self.topk,
             causal=causal,
-            recent=self.recent if causal else None,
+            recent=self.recent,
             key_padding_mask=padding,
             normalize=self.normalize,
             grad_threshold=self.grad_threshold,

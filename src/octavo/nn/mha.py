@@ -51,7 +51,8 @@ class MultiHeadAttention(Attention):
         else:
             scores = q @ k.mT * self.head_dim**-0.5
             if visible is not None:
-                scores = scores.masked_fill(~visible, float("-inf"))
+                # Not -inf: a row of nothing else would have NaN for its gradient.
+                scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
             out = torch.softmax(scores, dim=-1).to(v.dtype) @ v
         if padding is None or visible is None:
             return out

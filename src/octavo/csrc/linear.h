@@ -1,0 +1,67 @@
+// y = x W^T (+ bias) (+ residual), with W in the checkpoint's own bits per weight.
+//
+// The law: out[r][n] is one chain of fused multiply-adds over k = 0 .. inputs-1 that starts from 0 and adds
+// x[r][k] * w[n][k]; then the bias is added, then the residual. w[n][k] is the weight's value rounded
+// to float32 once, so every storage type gives the numbers of its expanded float32 weight, to the
+// bit. Row count, row place, threads, blocking and instruction set only decide who computes what.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace octavo {
+
+// Outputs per panel.
+constexpr int kLinearPanel = 16;
+
+enum class WeightType { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ4_K, kQ6_K };
+
+// Throws std::invalid_argument, naming the types that exist, for any other name: "f32", "q4_1", ...
+WeightType weight_type(const std::string& name);
+
+// A matrix [outputs, inputs], re-ordered into panels of outputs, a tail panel padded with zeros.
+class PackedWeight {
+public:
+    // Throws std::invalid_argument for inputs that the type cannot hold (a multiple of 32; 256 for K types).
+    PackedWeight(WeightType type, int64_t outputs, int64_t inputs);
+
+    // Rows [first, first + rows) of the matrix, in the order of a checkpoint: rows dense, blocks of a
+    // row one after the other, as GGUF and safetensors store them.
+    void pack_rows(const void* data, int64_t first, int64_t rows, ThreadPool& pool);
+
+    // Values [inputs] of one row.
+    void expand_row(int64_t row, float* out) const;
+
+    WeightType type() const { return type_; }
+    int64_t outputs() const { return outputs_; }
+    int64_t inputs() const { return inputs_; }
+    int64_t bytes() const { return bytes_; }
+    const uint8_t* data() const { return data_.get(); }
+
+private:
+    WeightType type_;
+    int64_t outputs_;
+    int64_t inputs_;
+    int64_t bytes_;
+    std::unique_ptr<uint8_t[]> data_;
+};
+
+// Several matrices that read the same input, one after the other in the output: q, k and v; gate and up.
+struct LinearArgs {
+    const float* x;  // [rows, inputs], rows x_stride elements apart
+    int64_t rows;
+    int64_t x_stride;
+    const float* bias;      // [sum of outputs] or nullptr
+    const float* residual;  // [rows, sum of outputs], rows out_stride apart; may be out itself; or nullptr
+    float* out;             // [rows, sum of outputs], rows out_stride apart
+    int64_t out_stride;
+};
+void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool,
+            const Isa& isa);
+
+}  // namespace octavo

@@ -1,0 +1,79 @@
+"""Linear layers on weights in their stored bits; the law of their arithmetic is in ``csrc/linear.h``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.kernels.native import ThreadPool, _native
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix ``[outputs, inputs]`` as a checkpoint stores it: rows dense, one after the other.
+
+    ``type`` is a name such as "f32", "bf16" or "q4_1"; ``data`` ``[num_bytes]`` uint8 may alias a file's
+    pages.
+    """
+
+    type: str
+    outputs: int
+    inputs: int
+    data: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> StoredMatrix:
+        """The float32 values of ``tensor`` ``[outputs, inputs]``."""
+        values = tensor.detach().to(torch.float32).contiguous()
+        return cls("f32", values.shape[0], values.shape[1], values.view(-1).view(torch.uint8))
+
+
+class PackedLinear:
+    """``y = x W^T (+ bias) (+ residual)``, W being several matrices of one input, one below the other.
+
+    Every part is packed once and is not readable as a matrix any more.
+    """
+
+    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool) -> None:
+        self.inputs = inputs
+        self.parts = outputs
+        self.outputs = sum(outputs.values())
+        self._pool = pool
+        self._packed: dict[str, _native.PackedWeight] = {}
+
+    def pack(self, part: str, stored: StoredMatrix) -> None:
+        """Raises ValueError for a part that there is not, one that is there already, or a wrong shape."""
+        if part not in self.parts or part in self._packed:
+            raise ValueError(f"{part!r} is not a part that is waited for")
+        if (stored.outputs, stored.inputs) != (self.parts[part], self.inputs):
+            raise ValueError(
+                f"{part} must be {[self.parts[part], self.inputs]}, got {[stored.outputs, stored.inputs]}"
+            )
+        weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs)
+        weight.pack_rows(stored.data.data_ptr(), 0, stored.outputs, self._pool)
+        self._packed[part] = weight
+
+    @property
+    def weights(self) -> list[_native.PackedWeight]:
+        """The parts in order."""
+        return [self._packed[part] for part in self.parts]
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x`` ``[rows, inputs]`` float32; ``bias`` ``[outputs]``; ``residual`` and the result ``[rows, outputs]``."""
+        out = torch.empty(x.shape[0], self.outputs)
+        _native.linear(
+            weights=self.weights,
+            x=x.data_ptr(),
+            rows=x.shape[0],
+            x_stride=x.stride(0),
+            bias=0 if bias is None else bias.data_ptr(),
+            residual=0 if residual is None else residual.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=self.outputs,
+            pool=self._pool,
+            isa="auto",
+        )
+        return out
