@@ -13,6 +13,7 @@ from octavo.attention.backend import AttentionBackend
 from octavo.cache.kv_cache import DTYPES, KVCache
 from octavo.config import EngineConfig, ModelConfig
 from octavo.engine import resources
+from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
@@ -62,7 +63,20 @@ def build_engine(config: EngineConfig) -> Engine:
     option or a model that cannot be served.
     """
     _check(config)
+    return _build_decoder(config, open_checkpoint(hub.resolve(config.model)))
+
+
+def build(config: EngineConfig) -> Engine | EncoderEngine:
+    """As :func:`build_engine`, or an encoder's engine where ``config`` names an encoder."""
+    _check(config)
     checkpoint = open_checkpoint(hub.resolve(config.model))
+    if not is_encoder(checkpoint):
+        return _build_decoder(config, checkpoint)
+    torch.set_num_threads(_num_threads(config))
+    return load_encoder(checkpoint, config.device)
+
+
+def _build_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Engine:
     # Refused before the weights are read, which takes seconds.
     _backend(config, read_config(checkpoint))
     return assemble(config, load(checkpoint, config.device))
@@ -210,8 +224,11 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
+def _num_threads(config: EngineConfig) -> int:
+    return resources.usable_cpus() if config.num_threads is None else config.num_threads
+
+
 def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
-    num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
     spec = AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
@@ -220,4 +237,4 @@ def _backend(config: EngineConfig, model: ModelConfig) -> AttentionBackend:
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
-    return AttentionBackend(config.attention, spec, native.ThreadPool(num_threads))
+    return AttentionBackend(config.attention, spec, native.ThreadPool(_num_threads(config)))

@@ -92,6 +92,29 @@ class Attention(nn.Module):
             return out
         return self._compute(query, key, value, padding, cache, causal)
 
+    def packed(self, x: torch.Tensor, runs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Self-attention of many sequences that lie one behind the other in ``x`` ``[num_tokens, d_model]``.
+
+        ``runs`` lists (sequences, tokens of each) in that order, so nothing is padded; the result is shaped
+        as ``x``. Checkpointed in training as any other call.
+        """
+        if self.checkpoint and self.training and torch.is_grad_enabled():
+            out: torch.Tensor = checkpoint(self._compute_packed, x, runs, use_reentrant=False)
+            return out
+        return self._compute_packed(x, runs)
+
+    def _compute_packed(self, x: torch.Tensor, runs: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        sizes = [count * length for count, length in runs]
+        parts = (p(x).split(sizes) for p in (self.q_proj, self.k_proj, self.v_proj))
+        outs = []
+        for (count, length), q, k, v in zip(runs, *parts, strict=True):
+            shape = (count, length, -1, self.head_dim)
+            q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
+            out = self.attend(q, k, v, None, self.causal)
+            outs.append(out.transpose(1, 2).reshape(count * length, -1))
+        merged: torch.Tensor = self.out_proj(torch.cat(outs))
+        return merged
+
     def _compute(
         self,
         query: torch.Tensor,
