@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.metadata_kinds import MAX_LAYERS, UnsupportedModelError, check_number, size_of
+from octavo.metadata_kinds import MAX_LAYERS, UnsupportedModelError, check_kinds, check_number, size_of
 
 MODEL_TYPES = ("bert", "roberta", "distilbert")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -53,6 +53,7 @@ class EncoderConfig:
                 f"model_type must be one of {', '.join(MODEL_TYPES)}, got {family!r:.100}"
             )
         where = "config.json"
+        check_kinds(config, _KINDS)
         names = _DISTILBERT if family == "distilbert" else _BERT
         sizes = {field: size_of(config, key, where) for field, key in names.items()}
         if sizes["num_layers"] > MAX_LAYERS:
@@ -74,6 +75,10 @@ class EncoderConfig:
         first = int(config.get("pad_token_id") or 0) + 1 if family == "roberta" else 0
         sentence = SentenceFiles() if sentence is None else sentence
         most = sizes["max_position_embeddings"] - first
+        if most < 1:
+            raise UnsupportedModelError(
+                f"max_position_embeddings ({most + first}) leaves none after pad_token_id {first - 1}"
+            )
         return cls(
             family=family,
             **sizes,
@@ -124,6 +129,14 @@ class SentenceFiles:
         )
 
 
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "activation": str,
+    "architectures": list,
+    "c2psa": dict,
+    "hidden_act": str,
+    "id2label": dict,
+    "pad_token_id": int,
+}
 _BERT = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -147,10 +160,10 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not str(architectures[0]).endswith("ForSequenceClassification"):
         return ()
     labels = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-    ids = sorted(int(key) for key in labels)
-    if ids != list(range(len(ids))):
-        raise UnsupportedModelError(f"id2label must number the labels from 0, got {ids[:10]}")
-    return tuple(str(labels.get(str(i), labels.get(i))) for i in ids)
+    names = [labels.get(str(i)) for i in range(len(labels))]
+    if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise UnsupportedModelError(f"id2label must number distinct labels from 0, got {labels!r:.100}")
+    return tuple(str(name) for name in names)
 
 
 def _c2psa(config: Mapping[str, Any]) -> dict[str, int]:
@@ -158,6 +171,4 @@ def _c2psa(config: Mapping[str, Any]) -> dict[str, int]:
     found = config.get("c2psa")
     if found is None:
         return {}
-    if not isinstance(found, Mapping):
-        raise UnsupportedModelError(f"c2psa must be an object, got {found!r:.100}")
     return {key: size_of(found, key, "c2psa of config.json") for key in ("compress_rate", "topk")}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from octavo.tokenizer.encoder import EncoderTokenizer
 from octavo.weights.errors import WeightsError
 from octavo.weights.load import open_checkpoint
 
-WORDS = "the cat dog sat ran on a mat fast . ? why who".split()
+WORDS = ["the", "cat", "dog", "sat", "ran", "on", "a", "mat", "fast", ".", "?", "why", "who"]
 TEXTS = ["the cat sat", "who ran ?", "why", "a dog sat on the mat . the cat ran fast .", "", "the dog sat"]
 SMALL = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 48, "max_position_embeddings": 24}
@@ -35,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("DistilBert", DISTIL),
     "distilbert-relu": ("DistilBert", DISTIL | {"activation": "relu"}),
 }
+HEAD = {"architectures": ["BertForSequenceClassification"]}
 every = pytest.mark.parametrize("name", list(FAMILIES))
 
 
@@ -175,7 +178,7 @@ def test_n03_a_text_that_is_too_long(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(engine.embed([fits])[0], want, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=r"^the text has 25 tokens and the model takes 24: .*truncate=True$"):
         engine.embed([long])
-    with pytest.raises(ValueError, match="^text 1: the text has 25 tokens"):
+    with pytest.raises(ValueError, match=r"^text 1: the text has 25 tokens"):
         engine.embed([fits, long])
     torch.testing.assert_close(engine.embed([long], truncate=True)[0], want, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="has 25 tokens"):
@@ -251,6 +254,12 @@ def test_a_config_larger_than_its_files_is_refused_at_once(tmp_path: Path) -> No
         ({"model_type": "t5"}, "model_type must be one of bert, roberta, distilbert"),
         ({"c2psa": {"compress_rate": 2}}, "lacks 'topk'"),
         ({"c2psa": 3}, "c2psa must be an object"),
+        ({"architectures": "BertModel"}, "architectures must be a list"),
+        ({"model_type": "roberta", "pad_token_id": 24}, "leaves none after pad_token_id 24"),
+        ({"model_type": "roberta", "pad_token_id": "1"}, "pad_token_id must be a whole number"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps"),
+        (HEAD | {"id2label": {"0": "a", "2": "b"}}, "must number distinct labels from 0"),
+        (HEAD | {"id2label": {"0": "a", "1": "a"}}, "must number distinct labels from 0"),
     ],
 )
 def test_config_refuses(change: dict[str, Any], reason: str) -> None:
@@ -316,6 +325,35 @@ def test_llm_embeds_and_says_what_an_encoder_cannot_do(tmp_path: Path) -> None:
         llm.generate("the cat")
     with pytest.raises(ValueError, match="texts must be text"):
         llm.embed(3)  # type: ignore[arg-type]
+
+
+def test_the_command_line_refuses_to_chat_with_an_encoder(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "bert")
+    code = "from octavo.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", str(tmp_path), "--prompt", "hello"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "is an encoder and writes no text" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_converted_checkpoint_gives_the_same_vector_in_any_company(tmp_path: Path) -> None:
+    """C2PSA with shared heads and fewer keys than tokens, from a file of its own shapes."""
+    checkpoint(tmp_path, "bert")
+    path, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"c2psa": {"compress_rate": 2, "topk": 3}}))
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".attention.self." in name:
+            tensors[name] = tensor[:16].contiguous()
+        elif name.endswith("attention.output.dense.weight"):
+            tensors[name] = tensor[:, :16].contiguous()
+    save_file(tensors, file)
+    engine = load(tmp_path)
+    assert [layer.attention.compress_rate for layer in engine.encoder.layers] == [2, 2, 2]
+    together = engine.embed(TEXTS * 5)
+    for i, text in enumerate(TEXTS):
+        torch.testing.assert_close(engine.embed([text])[0], together[i], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")

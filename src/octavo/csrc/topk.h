@@ -33,8 +33,8 @@ constexpr int kTopkSlack = 64;
 
 // Entries that a row must have room for when at most kSpan scores are offered at once.
 constexpr int64_t topk_capacity(int64_t places, int64_t recent) {
-    const int64_t candidates = 2 * places + kTopkSlack + kSpan, kept = places + recent + kPanel;
-    return candidates > kept ? candidates : kept;
+    const int64_t candidates = 2 * places + kTopkSlack + kSpan, kept = places + recent;
+    return (candidates > kept ? candidates : kept) + kPanel;  // what loops write past the last entry
 }
 
 // A row's kept keys, turned into its attention output.

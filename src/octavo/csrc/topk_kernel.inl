@@ -35,6 +35,13 @@ inline int32_t order_of(float score) {
     return x != x ? 0x7fffffff : bits;
 }
 
+inline float score_of(int32_t order) {
+    const int32_t bits = order ^ ((order >> 31) & 0x7fffffff);
+    float score;
+    __builtin_memcpy(&score, &bits, 4);
+    return score;
+}
+
 inline int count_from(const int32_t* order, int n, int32_t least) {
     int count = 0;
     for (int i = 0; i < n; ++i) count += order[i] >= least;
@@ -66,47 +73,52 @@ void settle(TopkRow& row, int32_t* order) {
         }
     }
     // Too many are left only if they are equal to `least`: the first ones stay.
-    int surplus = at_least - places;
-    int equal = 0;
-    if (surplus > 0) equal = at_least - (least < 0x7fffffff ? count_from(order, n, int32_t(least + 1)) : 0);
-    int stay = equal - surplus, kept = 0;
+    const int32_t bound = int32_t(least);
+    const int higher = bound < 0x7fffffff ? count_from(order, n, bound + 1) : 0;
+    int stay = at_least > places ? places - higher : n, kept = 0;
     int32_t lowest = 0x7fffffff;
-    float limit = 0.0f;
+    for (int i = 0; i < n; ++i) lowest = order[i] >= bound && order[i] < lowest ? order[i] : lowest;
+    // Without branches: which entries win is as good as random.
     for (int i = 0; i < n; ++i) {
-        if (order[i] < least) continue;
-        if (surplus > 0 && order[i] == least && stay-- <= 0) continue;
-        if (kept == 0 || order[i] < lowest) {
-            lowest = order[i];
-            limit = row.score[i];
-        }
-        row.score[kept] = row.score[i];
-        row.position[kept++] = row.position[i];
+        const float score = row.score[i];
+        const int32_t position = row.position[i];
+        const int equal = order[i] == bound;
+        row.score[kept] = score;
+        row.position[kept] = position;
+        kept += (order[i] > bound) | (equal & (stay > 0));
+        stay -= equal;
     }
     row.count = kept;
     row.limited = true;
-    row.limit = limit;
+    row.limit = score_of(lowest);
 }
 
 void offer(TopkRow& row, const float* scores, int32_t first, int n, int32_t* order) {
     if (row.places == 0 || n <= 0) return;
     if (row.count > 2 * row.places + kTopkSlack) settle(row, order);
+    float* score = row.score;
+    int32_t* position = row.position;
+    int count = row.count;
+    if (!row.limited) {
+        for (int i = 0; i < n; ++i) score[count + i] = scores[i];
+        for (int i = 0; i < n; ++i) position[count + i] = first + i;
+        row.count = count + n;
+        return;
+    }
+    // A later key of the same score as the limit has lost to the earlier ones.
+    const F8 limit = set8(row.limit);
+    const auto append = [&](int i) {
+        score[count] = scores[i];
+        position[count] = first + i;
+        count += !(scores[i] <= row.limit);
+    };
     int i = 0;
-    if (row.limited) {
-        // A later key of the same score as the limit has lost to the earlier ones.
-        const F8 limit = set8(row.limit);
-        for (; i + 8 <= n; i += 8) {
-            for (unsigned above = above8(load8(scores + i), limit); above != 0; above &= above - 1) {
-                const int j = i + __builtin_ctz(above);
-                row.score[row.count] = scores[j];
-                row.position[row.count++] = first + j;
-            }
-        }
+    for (; i + 8 <= n; i += 8) {
+        if (above8(load8(scores + i), limit) == 0) continue;
+        for (int j = i; j < i + 8; ++j) append(j);
     }
-    for (; i < n; ++i) {
-        if (row.limited && scores[i] <= row.limit) continue;
-        row.score[row.count] = scores[i];
-        row.position[row.count++] = first + i;
-    }
+    for (; i < n; ++i) append(i);
+    row.count = count;
 }
 
 // acc[d] is one chain over the keys in order of position, as in the span kernel.
