@@ -150,3 +150,19 @@ def test_tiled_memory_grows_with_n_times_k() -> None:
 def test_the_measurement_sees_a_dense_matrix() -> None:
     """The other two could not fail if the measure were blind: with k = n the kept weights are n x n."""
     assert peak("native", 2048, 2048) > 12 * 2048 * 2048
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """As a data loader's worker: the parent's threads do not exist there."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+from octavo import topk_attention
+q = torch.randn(1, 2, 300, 16)
+want = topk_attention(q, q, q, 5)
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(topk_attention(q, q, q, 5), want) else 3)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
