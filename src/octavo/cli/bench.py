@@ -179,6 +179,8 @@ def perplexity(
         write_json(out / "perplexity.json", {"command": command_line()} | result)
     _console().print(bench.table(result))
     print(f"written: {out / 'perplexity.json'}")
+
+
 def _names(text: str) -> list[str]:
     """Names separated by commas; "none" is none."""
     names = [name.strip() for name in text.split(",")]

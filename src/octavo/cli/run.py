@@ -110,7 +110,9 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
     with plainly(), console.status(f"Loading {model} ..."):
         from octavo.llm import LLM
 
-        return LLM(model, **engine)
+        llm = LLM(model, **engine)
+        llm.engine  # noqa: B018  (an encoder is refused here, in one sentence)
+        return llm
 
 
 def describe(llm: LLM) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 // AVX2, FMA and F16C. Compiled with those flags alone, so nothing here may be inline and shared.
 #include "attention.h"
+#include "topk.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -25,6 +26,11 @@ inline F8 fma8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
 // x where !(x's source < limit), else 0; a NaN source keeps x.
 inline F8 zero_below8(F8 value, F8 x, F8 limit) {
     return _mm256_and_ps(value, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ));
+}
+
+// Bit i: lane i is above the limit, or NaN.
+inline unsigned above8(F8 x, F8 limit) {
+    return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_NLE_UQ)));
 }
 
 // 2^n from the low bits of n + kRound.
@@ -70,12 +76,15 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 
 #include "span_kernel.inl"
 #include "rows.inl"
+#include "topk_kernel.inl"
 
 const Isa kIsa = {"avx2", span, merge, divide, exp_all, to_half, read_all, &kRows};
+const TopkIsa kTopkIsa = {score, offer, settle, attend, grad, add};
 
 }  // namespace
 
 const Isa* avx2_isa() { return &kIsa; }
+const TopkIsa* avx2_topk() { return &kTopkIsa; }
 
 }  // namespace octavo
 
@@ -83,6 +92,7 @@ const Isa* avx2_isa() { return &kIsa; }
 
 namespace octavo {
 const Isa* avx2_isa() { return nullptr; }
+const TopkIsa* avx2_topk() { return nullptr; }
 }  // namespace octavo
 
 #endif

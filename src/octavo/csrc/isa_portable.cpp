@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "topk.h"
 
 namespace octavo {
 namespace {
@@ -47,6 +48,11 @@ inline F8 fma8(const F8& a, const F8& b, const F8& c) {
 }
 inline F8 zero_below8(const F8& value, const F8& x, const F8& limit) {
     return map8([&](int i) { return x.lane[i] < limit.lane[i] ? 0.0f : value.lane[i]; });
+}
+inline unsigned above8(const F8& x, const F8& limit) {
+    unsigned bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= unsigned(!(x.lane[i] <= limit.lane[i])) << i;
+    return bits;
 }
 inline F8 power_of_two8(const F8& t) {
     return map8([&](int i) {
@@ -107,12 +113,15 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 
 #include "span_kernel.inl"
 #include "rows.inl"
+#include "topk_kernel.inl"
 
 const Isa kIsa = {"portable", span, merge, divide, exp_all, to_half, read_all, &kRows};
+const TopkIsa kTopkIsa = {score, offer, settle, attend, grad, add};
 
 }  // namespace
 
 const Isa& portable_isa() { return kIsa; }
+const TopkIsa& portable_topk() { return kTopkIsa; }
 
 bool cpu_has_avx2() {
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))

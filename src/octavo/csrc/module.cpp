@@ -9,6 +9,7 @@
 #include "layer_module.h"
 #include "linear.h"
 #include "plan.h"
+#include "topk_bind.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -153,4 +154,5 @@ NB_MODULE(_native, m) {
         "data"_a, "bytes"_a, "pool"_a);
 
     bind_layer(m);
+    bind_topk(m);
 }

