@@ -218,7 +218,7 @@ def test_a_quantised_model_is_not_quantised_again(config: EngineConfig) -> None:
 def test_an_engine_needs_the_model_that_was_loaded_for_it(tmp_path: Path, changes: dict) -> None:
     config = EngineConfig(model="m", weights="float32", num_threads=1)
     loaded = load(open_checkpoint(write_tokenized(tmp_path / "m")), config)
-    with pytest.raises(ValueError, match=r"was loaded for .*weights='float32'"):
+    with pytest.raises(ValueError, match=r"was loaded with .*weights='float32'"):
         assemble(replace(config, **changes), loaded)
 
 
