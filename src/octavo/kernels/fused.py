@@ -39,10 +39,14 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, isa: str = "auto") -> Plan:
+def plan(
+    meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, share: bool = True, isa: str = "auto"
+) -> Plan:
     """Check and copy the step's integers. The plan serves one ``attend`` at a time.
 
-    ``isa`` "avx2" or "portable" forces the kernels (tests). Raises ValueError, in one sentence, for
+    Sequences whose block tables start with the same blocks read these together, span by whole span;
+    ``share`` False forbids that (tests, benches), which changes no bit of any result. ``isa`` "avx2" or
+    "portable" forces the kernels (tests). Raises ValueError, in one sentence, for
     metadata that cannot be right.
     """
     reason = why_not(spec)
@@ -59,6 +63,7 @@ def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, isa: str
         num_seqs=num_seqs,
         max_blocks=meta.block_table.shape[1],
         shape=_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.kv_dtype),
+        share=share,
         pool=pool,
         isa=isa,
     )
