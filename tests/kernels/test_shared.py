@@ -82,9 +82,7 @@ def trees(draw: st.DrawFn, max_queries: int = 40) -> Tree:
     for s in range(draw(st.integers(2, 6))):
         parent = draw(st.integers(0, s - 1)) if s else 0
         n = draw(lengths)
-        shared = (
-            min(draw(lengths), n - 1, seqs[parent][1]) if s and draw(st.integers(0, 4)) else 0
-        )
+        shared = min(draw(lengths), n - 1, seqs[parent][1]) if s and draw(st.integers(0, 4)) else 0
         queries = draw(st.one_of(st.just(1), st.integers(0, max_queries)))
         # This step's own keys are its own, as a scheduler has it.
         seqs.append((min(queries, n - shared), n))
@@ -196,7 +194,7 @@ def test_the_same_blocks_in_another_order_are_not_shared() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_nan_reaches_only_the_rows_that_see_it(num_threads: int) -> None:
-    """In a sequence's own part it spoils that sequence; in the shared part everyone; a row before it no one."""
+    """In a sequence's own part that sequence, in the shared part all of them, never a row before it."""
     case = Tree(seqs=((1, 600), (1, 580), (60, 300)), forks=((0, 0), (0, 512), (0, 272)), need_lse=True)
     clean = share(build(case))
     want = attend(clean, num_threads)[0]
@@ -243,3 +241,34 @@ def test_a_plan_shares_in_layers_with_and_without_a_window() -> None:
         got = fused.attend(paged.q, kv, plan)
         apart = fused.attend(paged.q, kv, fused.plan(paged.meta, case.spec, pool(2), share=False))
         assert all(torch.equal(x, y) for x, y in zip(got, apart, strict=True))
+
+
+@pytest.mark.parametrize("placement", range(4))
+def test_families_in_turns_find_together(placement: int) -> None:
+    """Two prompts, whose requests came alternately."""
+    forks = ((0, 0), (1, 0), (0, 512), (1, 300), (0, 512), (1, 300))
+    case = Tree(seqs=((1, 520), (1, 530)) * 3, forks=forks, need_lse=True)
+    private = build(case, placement)
+    got = attend(share(private))
+    assert same(got, attend(private))
+    assert got[2] == 2 * (512 + 3 * 8 + 256 + 3 * (530 - 256))
+
+
+def test_the_last_span_is_not_shared_until_it_is_whole() -> None:
+    """Even where all of its blocks are the same."""
+    for n, keys in ((505, 256 + 2 * 249), (511, 256 + 2 * 255), (512, 512)):
+        paged = build(family(2, 0, n))
+        table = paged.meta.block_table[:1].expand(2, -1).contiguous()
+        twins = Paged(paged.case, paged.q, paged.kv, paged.meta._replace(block_table=table))
+        assert attend(twins)[2] == 2 * keys
+
+
+@pytest.mark.parametrize("placement", range(4))
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_windows_that_begin_in_different_shared_spans(placement: int, num_threads: int) -> None:
+    """One sees three shared spans, the other two of them, and each has a long part of its own."""
+    case = Tree(seqs=((1, 2468), (1, 2800)), forks=((0, 0), (0, 768)), window=2400, need_lse=True)
+    private = build(case, placement)
+    got = attend(share(private), num_threads)
+    assert same(got, attend(private))
+    assert got[2] == 2 * ((768 - 68) + (2468 - 768) + (2800 - 768))

@@ -1,18 +1,14 @@
 #include "groups.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace octavo {
 namespace {
 
-// Whole spans in which two chains have the same blocks.
-int64_t common_spans(const Chain& a, const Chain& b, int64_t blocks_per_span) {
-    const int64_t blocks = std::min(a.spans, b.spans) * blocks_per_span;
-    return (std::mismatch(a.blocks, a.blocks + blocks, b.blocks).first - a.blocks) / blocks_per_span;
-}
-
 struct Finder {
-    const std::vector<int64_t>& common;  // of chain i with chain i - 1
+    const std::vector<int64_t>& common;  // spans of chain i that chain i - 1 has too
     std::vector<Group> groups = {};
 
     // Chains [first, end) share the first `depth` spans and lie in a group already as far as these.
@@ -31,16 +27,22 @@ struct Finder {
 }  // namespace
 
 std::vector<Group> find_groups(std::vector<Chain>* chains, int64_t blocks_per_span) {
-    std::sort(chains->begin(), chains->end(), [blocks_per_span](const Chain& a, const Chain& b) {
-        const int64_t a_blocks = a.spans * blocks_per_span, b_blocks = b.spans * blocks_per_span;
-        const int64_t both = std::min(a_blocks, b_blocks);
-        const int64_t same = std::mismatch(a.blocks, a.blocks + both, b.blocks).first - a.blocks;
-        if (same < both) return a.blocks[same] < b.blocks[same];
-        return a_blocks != b_blocks ? a_blocks < b_blocks : a.seq < b.seq;
+    const size_t span_bytes = size_t(blocks_per_span) * sizeof(int32_t);
+    // By bytes: any order will do that puts common starts side by side.
+    std::sort(chains->begin(), chains->end(), [span_bytes](const Chain& a, const Chain& b) {
+        const int order = std::memcmp(a.blocks, b.blocks, size_t(std::min(a.spans, b.spans)) * span_bytes);
+        if (order != 0) return order < 0;
+        return a.spans != b.spans ? a.spans < b.spans : a.seq < b.seq;
     });
     std::vector<int64_t> common(chains->size(), 0);
-    for (size_t i = 1; i < chains->size(); ++i)
-        common[i] = common_spans((*chains)[i - 1], (*chains)[i], blocks_per_span);
+    for (size_t i = 1; i < chains->size(); ++i) {
+        const Chain &a = (*chains)[i - 1], &b = (*chains)[i];
+        const int64_t both = std::min(a.spans, b.spans);
+        int64_t& same = common[i];
+        while (same < both && std::memcmp(a.blocks + same * blocks_per_span, b.blocks + same * blocks_per_span,
+                                          span_bytes) == 0)
+            ++same;
+    }
     Finder finder{common};
     finder.split(0, int64_t(chains->size()), 0);
     return std::move(finder.groups);
