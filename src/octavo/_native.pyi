@@ -27,6 +27,7 @@ class AttentionPlan:
         num_seqs: int,
         max_blocks: int,
         shape: Shape,
+        share: bool,
         pool: ThreadPool,
         isa: str,
     ) -> None: ...
@@ -36,6 +37,8 @@ class AttentionPlan:
     def isa(self) -> str: ...
     @property
     def scratch_bytes(self) -> int: ...
+    @property
+    def keys_read(self) -> int: ...
     def run(
         self,
         q: int,

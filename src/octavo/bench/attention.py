@@ -29,9 +29,12 @@ from octavo.kernels.native import ThreadPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
 NUM_LAYERS = 30
-#: Layers' caches are made until they hold this many bytes together (or there are NUM_LAYERS).
+#: Layers' caches are made until they hold this many bytes together (or there are NUM_LAYERS); a quarter
+#: of it where keys are shared, because most backends read these once a sequence.
 CACHE_BYTES = 400 << 20
 BACKENDS = ("loop", "bmm", "sdpa", "fused")
+#: ``fused`` told to read each sequence's keys apart, for the cases with shared ones.
+APART = "fused_apart"
 
 #: Products and softmax, by the operator's name in a profile.
 ATTENTION_OPERATORS = frozenset(
@@ -88,22 +91,28 @@ BOOKKEEPING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``batch`` sequences of ``keys`` keys each, of which the last ``queries`` are this step's."""
+    """``batch`` sequences of ``keys`` keys each, of which the last ``queries`` are this step's.
+
+    The first ``shared`` keys of all sequences lie in the same blocks.
+    """
 
     kind: str
     batch: int
     queries: int
     keys: int
+    shared: int = 0
 
     @property
     def kv_bytes(self) -> int:
         """K and V of one layer, each read once."""
-        return 2 * self.batch * self.keys * NUM_KV_HEADS * HEAD_DIM * 4
+        return 2 * (self.shared + self.batch * (self.keys - self.shared)) * NUM_KV_HEADS * HEAD_DIM * 4
 
     @property
     def name(self) -> str:
         if self.kind == "decode":
             return f"decode {self.batch} x {self.keys}"
+        if self.kind == "shared":
+            return f"shared {self.batch} x {self.keys - self.shared} after {self.shared}"
         return f"prefill {self.queries} after {self.keys - self.queries}"
 
 
@@ -111,8 +120,15 @@ FULL = (
     *(Case("decode", batch, 1, keys) for batch in (1, 8, 32) for keys in (256, 1024, 8192)),
     Case("prefill", 1, 512, 512),
     Case("prefill", 1, 512, 2560),
+    Case("shared", 32, 1, 1088, 1024),
+    Case("shared", 32, 1, 8320, 8192),
 )
-QUICK = (Case("decode", 1, 1, 256), Case("decode", 4, 1, 256), Case("prefill", 1, 64, 128))
+QUICK = (
+    Case("decode", 1, 1, 256),
+    Case("decode", 4, 1, 256),
+    Case("prefill", 1, 64, 128),
+    Case("shared", 4, 1, 320, 256),
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ class Step:
 
     def attend(self, name: str, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         kv = api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5)
-        return api.get(name).attend(self.q, kv, self.plans[name])
+        return api.get("fused" if name == APART else name).attend(self.q, kv, self.plans[name])
 
     def read(self, pool: ThreadPool) -> None:
         """Read the K and V of all layers in order, and do nothing with them: the memory's own speed."""
@@ -140,20 +156,24 @@ class Step:
 def prepare(case: Case, pool: ThreadPool, num_layers: int | None = None) -> Step:
     """Random tensors for ``case``; each sequence's blocks lie in a row, as a fresh pool gives them."""
     if num_layers is None:
-        num_layers = max(1, min(NUM_LAYERS, CACHE_BYTES // case.kv_bytes))
+        budget = CACHE_BYTES // 4 if case.shared else CACHE_BYTES
+        num_layers = max(1, min(NUM_LAYERS, budget // case.kv_bytes))
     generator = torch.Generator().manual_seed(0)
     blocks = -(-case.keys // BLOCK_SIZE)
+    common = case.shared // BLOCK_SIZE
+    num_blocks = common + case.batch * (blocks - common)
     cache = KVCache(
         num_layers=num_layers,
-        num_blocks=case.batch * blocks,
+        num_blocks=num_blocks,
         num_kv_heads=NUM_KV_HEADS,
         block_size=BLOCK_SIZE,
         head_dim=HEAD_DIM,
     )
     for tensor in (cache.key, cache.value):
         tensor.normal_(generator=generator)
+    own = torch.arange(common, num_blocks, dtype=torch.int32).view(case.batch, blocks - common)
     meta = api.AttentionMeta(
-        torch.arange(case.batch * blocks, dtype=torch.int32).view(case.batch, blocks),
+        torch.cat([torch.arange(common, dtype=torch.int32).expand(case.batch, common), own], dim=1),
         torch.full((case.batch,), case.keys, dtype=torch.int32),
         torch.arange(case.batch + 1, dtype=torch.int32) * case.queries,
     )
@@ -167,6 +187,8 @@ def prepare(case: Case, pool: ThreadPool, num_layers: int | None = None) -> Step
     )
     q = torch.randn(case.batch * case.queries, NUM_HEADS, HEAD_DIM, generator=generator)
     plans = {name: api.get(name).plan(meta, spec, pool) for name in BACKENDS}
+    if case.shared:
+        plans[APART] = fused.plan(meta, spec, pool, share=False)
     return Step(q, cache, plans)
 
 
@@ -194,7 +216,7 @@ def measure_case(case: Case, pool: ThreadPool, rounds: int) -> dict[str, Any]:
         for layer in range(count):
             step.attend(name, layer)
 
-    calls: dict[str, Callable[[], object]] = {name: partial(all_layers, name) for name in BACKENDS}
+    calls: dict[str, Callable[[], object]] = {name: partial(all_layers, name) for name in step.plans}
     times = time_interleaved(calls | {"read": partial(step.read, pool)}, rounds)
     read = statistics.median(times.pop("read")) / count
     want = step.attend("loop", 0)[0]
@@ -217,6 +239,8 @@ def measure_case(case: Case, pool: ThreadPool, rounds: int) -> dict[str, Any]:
         if case.kind == "prefill":
             pairs = sum(range(case.keys - case.queries + 1, case.keys + 1))
             row[name]["gflop_per_s"] = 4 * pairs * NUM_HEADS * HEAD_DIM / median / 1e9
+        if name in ("fused", APART):
+            row[name]["bytes_read"] = 2 * step.plans[name].native.keys_read * HEAD_DIM * 4
     return row
 
 
@@ -351,10 +375,27 @@ def show(result: dict[str, Any], console: Console) -> None:
             *(f"{row[name]['ms']:.3f}" for name in BACKENDS),
             f"{row['loop']['ms'] / ours['ms']:.1f}x",
             f"{row['sdpa']['ms'] / ours['ms']:.1f}x",
-            speed if row["kind"] == "decode" else f"{ours['gflop_per_s']:.0f} GFLOP/s",
+            f"{ours['gflop_per_s']:.0f} GFLOP/s" if row["kind"] == "prefill" else speed,
             f"{row['read_gb_per_s']:.1f} GB/s",
         )
     console.print(times)
+    shared = Table(
+        title="fused where sequences share their first keys: milliseconds a layer, MB of K and V read"
+    )
+    for title in ("case", "apart", "together", "apart / together", "MB apart", "MB together"):
+        shared.add_column(title, justify="left" if title == "case" else "right")
+    for row in result["cases"]:
+        if row["shared"]:
+            apart, ours = row[APART], row["fused"]
+            shared.add_row(
+                row["name"],
+                f"{apart['ms']:.3f}",
+                f"{ours['ms']:.3f}",
+                f"{apart['ms'] / ours['ms']:.1f}x",
+                f"{apart['bytes_read'] / 1e6:.1f}",
+                f"{ours['bytes_read'] / 1e6:.1f}",
+            )
+    console.print(shared)
     operators = Table(
         title="operators a layer at decode (products and softmax + the rest); MB beside a chunk's result"
     )
@@ -385,17 +426,24 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(11, 5.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(13, 5.5), layout="constrained")
     width = 0.8 / len(BACKENDS)
     for i, name in enumerate(BACKENDS):
         places = [case + (i - 1.5) * width for case in range(len(result["cases"]))]
         bars = axes.bar(places, [row[name]["ms"] for row in result["cases"]], width, label=name)
         if name == "fused":
             axes.bar_label(bars, [f"{row[name]['ms']:.2g}" for row in result["cases"]], fontsize=7)
+            apart = [
+                (x, row[APART]["ms"]) for x, row in zip(places, result["cases"], strict=True) if row["shared"]
+            ]
+            axes.scatter(
+                *zip(*apart, strict=True), marker="_", s=90, color="black", label="fused, each apart"
+            )
     axes.set_yscale("log")
     axes.set_ylabel("ms a layer")
     axes.set_xticks(
-        range(len(result["cases"])), [row["name"].replace(" ", "\n", 1) for row in result["cases"]]
+        range(len(result["cases"])),
+        [row["name"].replace(" ", "\n", 1).replace(" after", "\nafter") for row in result["cases"]],
     )
     axes.tick_params(axis="x", labelsize=7)
     axes.set_title(f"Attention backends, {result['threads']} threads, {result['machine']['cpu']}, float32")

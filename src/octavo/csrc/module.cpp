@@ -80,15 +80,17 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](AttentionPlan* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q,
-               int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool, const std::string& isa) {
+               int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share, ThreadPool& pool,
+               const std::string& isa) {
                 new (self) AttentionPlan(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
-                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape, pool,
-                                         choose_isa(isa));
+                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape, share,
+                                         pool, choose_isa(isa));
             },
             nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
-            "pool"_a, "isa"_a, nb::keep_alive<1, 9>())
+            "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 10>())
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
         .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
+        .def_prop_ro("keys_read", &AttentionPlan::keys_read)
         .def_prop_ro("isa", [](const AttentionPlan& plan) { return std::string(plan.isa().name); })
         .def(
             "run",

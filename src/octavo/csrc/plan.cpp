@@ -48,81 +48,157 @@ const Isa& choose_isa(const std::string& name) {
 }
 
 AttentionPlan::AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                             int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool,
-                             const Isa& isa)
+                             int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share,
+                             ThreadPool& pool, const Isa& isa)
     : shape_(shape),
       pool_(pool),
       isa_(isa),
       group_(shape.num_heads / shape.num_kv_heads),
       block_shift_(log2_exact(shape.block_size)) {
     if (cu_seqlens_q[0] != 0) refuse("cu_seqlens_q must start with 0, got " + std::to_string(cu_seqlens_q[0]));
+    const auto who = [](int64_t s) { return "sequence " + std::to_string(s); };
+    int64_t num_blocks = 0;
+    seqs_.reserve(size_t(num_seqs));
     for (int64_t s = 0; s < num_seqs; ++s) {
-        const std::string who = "sequence " + std::to_string(s);
         const int64_t q_len = int64_t(cu_seqlens_q[s + 1]) - cu_seqlens_q[s], seq_len = seq_lens[s];
-        if (q_len < 0) refuse("cu_seqlens_q must not fall, but it does at " + who);
+        if (q_len < 0) refuse("cu_seqlens_q must not fall, but it does at " + who(s));
         if (seq_len < q_len)
-            refuse(who + " has " + std::to_string(q_len) + " queries but seq_len " + std::to_string(seq_len));
+            refuse(who(s) + " has " + std::to_string(q_len) + " queries but seq_len " + std::to_string(seq_len));
         const int64_t count = (seq_len + shape.block_size - 1) / shape.block_size;
         if (count > max_blocks)
-            refuse(who + " needs " + std::to_string(count) + " blocks for seq_len " + std::to_string(seq_len) +
+            refuse(who(s) + " needs " + std::to_string(count) + " blocks for seq_len " + std::to_string(seq_len) +
                    " but block_table holds " + std::to_string(max_blocks));
-        seqs_.push_back({cu_seqlens_q[s], q_len, seq_len, int64_t(blocks_.size())});
-        for (int64_t b = 0; b < count; ++b) {
-            const int32_t block = block_table[s * max_blocks + b];
-            if (block < 0) refuse(who + " has block " + std::to_string(block) + ", which is negative");
-            max_block_ = std::max(max_block_, block);
-            blocks_.push_back(block);
-        }
+        seqs_.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks});
+        num_blocks += count;
     }
     num_tokens_ = cu_seqlens_q[num_seqs];
+    blocks_.resize(size_t(num_blocks));
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        const int64_t count = (seqs_[size_t(s)].seq_len + shape.block_size - 1) / shape.block_size;
+        const int32_t* from = block_table + s * max_blocks;
+        int32_t lowest = 0;
+        for (int64_t b = 0; b < count; ++b) {
+            lowest = std::min(lowest, from[b]);
+            max_block_ = std::max(max_block_, from[b]);
+        }
+        if (lowest < 0) refuse(who(s) + " has block " + std::to_string(lowest) + ", which is negative");
+        std::copy(from, from + count, blocks_.data() + seqs_[size_t(s)].first_block);
+    }
+    if (!share) return;
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        const Sequence& seq = seqs_[size_t(s)];
+        // More rows than a tile holds gain nothing from company.
+        if (seq.q_len == 0 || seq.q_len * group_ > kTileRows || seq.seq_len < kSpan) continue;
+        chains_.push_back({s, blocks_.data() + seq.first_block, seq.seq_len / kSpan});
+    }
+    groups_ = find_groups(&chains_, kSpan >> block_shift_);
 }
 
-// Row tiles, and of the costly ones also their spans, are dealt out, the costliest first.
-void AttentionPlan::divide_work(int64_t window) {
-    jobs_.clear();
-    items_.clear();
-    max_rows_ = 0;
-    partials_size_ = 0;
-    int64_t total = 0;
+void AttentionPlan::make_jobs(int64_t window) {
     for (size_t s = 0; s < seqs_.size(); ++s) {
         const int64_t rows = seqs_[s].q_len * group_, start = seqs_[s].seq_len - seqs_[s].q_len;
+        first_job_.push_back(int64_t(jobs_.size()));
         for (int64_t row0 = 0; row0 < rows; row0 += kTileRows) {
             const int count = int(std::min<int64_t>(kTileRows, rows - row0));
             const int64_t first = start + row0 / group_, last = start + (row0 + count - 1) / group_;
             const int64_t lowest = window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
             for (int h = 0; h < shape_.num_kv_heads; ++h) {
                 jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1});
-                total += count * (jobs_.back().span_end - jobs_.back().span_begin);
+                jobs_.back().own_begin = jobs_.back().span_begin;
+                work_ += count * (jobs_.back().span_end - jobs_.back().span_begin);
             }
-            max_rows_ = std::max(max_rows_, count);
         }
     }
-    for (size_t j = 0; j < jobs_.size(); ++j) {
-        Job& job = jobs_[j];
-        const int64_t spans = job.span_end - job.span_begin;
-        const int64_t partials = spans * line_up(partial_floats(job));
-        // About eight items a thread: an item's first span has nobody to prefetch it.
-        const int64_t piece = std::max<int64_t>(1, total / (int64_t(job.rows) * pool_.num_threads() * 8));
-        const bool split = pool_.num_threads() > 1 && spans > 2 * piece && partials_size_ + partials <= kMaxPartialFloats;
-        if (!split) {
-            items_.push_back({int64_t(j), job.span_begin, job.span_end});
-            continue;
+}
+
+// Memory for a job's partials, so that several items can compute them; false when there is none left.
+bool AttentionPlan::keep_partials(Job* job) {
+    if (job->partials >= 0) return true;
+    const int64_t floats = (job->span_end - job->span_begin) * line_up(partial_floats(job->rows));
+    if (partials_size_ + floats > kMaxPartialFloats) return false;
+    job->partials = partials_size_;
+    partials_size_ += floats;
+    return true;
+}
+
+// The rows of these jobs against these spans, which is one item or, for the threads' sake, several.
+void AttentionPlan::add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end) {
+    int rows = 0;
+    for (int64_t i = 0; i < count; ++i) rows += jobs_[size_t(jobs[i])].rows;
+    max_rows_ = std::max(max_rows_, rows);
+    // About eight items a thread: an item's first span has nobody to prefetch it.
+    int64_t piece = std::max<int64_t>(1, work_ / (int64_t(rows) * pool_.num_threads() * 8));
+    const int64_t spans = span_end - span_begin;
+    if (pool_.num_threads() == 1 || spans <= 2 * piece || !keep_partials(&jobs_[size_t(*jobs)])) piece = spans;
+    const int64_t first_part = int64_t(parts_.size());
+    parts_.insert(parts_.end(), jobs, jobs + count);
+    for (int64_t span = span_begin; span < span_end; span += piece)
+        items_.push_back({first_part, count, rows, span, std::min(span + piece, span_end)});
+}
+
+// One KV head's items for the spans of a group: whole sequences are put together until a tile is full.
+void AttentionPlan::share_spans(const Group& group, int kv_head) {
+    std::vector<int64_t> tile;
+    int rows = 0;
+    int64_t begin = 0;
+    const auto close = [&] {
+        if (tile.size() > 1) {
+            for (int64_t j : tile) {
+                Job& job = jobs_[size_t(j)];
+                if (job.own_begin < begin) add_items(&j, 1, job.own_begin, begin);
+                job.own_begin = group.span_end;
+            }
+            add_items(tile.data(), int64_t(tile.size()), begin, group.span_end);
         }
-        job.partials = partials_size_;
-        partials_size_ += partials;
-        for (int64_t span = job.span_begin; span < job.span_end; span += piece)
-            items_.push_back({int64_t(j), span, std::min(span + piece, job.span_end)});
+        tile.clear();
+        rows = 0;
+    };
+    for (int64_t i = group.first; i < group.first + group.count; ++i) {
+        const int64_t j = first_job_[size_t(chains_[size_t(i)].seq)] + kv_head;
+        Job& job = jobs_[size_t(j)];
+        // Its window has left these spans, or there is no memory to share them.
+        if (job.span_begin >= group.span_end || !keep_partials(&job)) continue;
+        if (rows + job.rows > kTileRows) close();
+        const int64_t first = std::max(group.span_begin, job.span_begin);
+        begin = tile.empty() ? first : std::min(begin, first);
+        tile.push_back(j);
+        rows += job.rows;
     }
-    std::stable_sort(items_.begin(), items_.end(), [this](const Item& a, const Item& b) {
-        return jobs_[a.job].rows * (a.span_end - a.span_begin) > jobs_[b.job].rows * (b.span_end - b.span_begin);
+    close();
+}
+
+// What sequences share comes first, then what is left of each; the costliest items are dealt out first.
+void AttentionPlan::divide_work(int64_t window) {
+    jobs_.clear();
+    items_.clear();
+    parts_.clear();
+    first_job_.clear();
+    max_rows_ = 0;
+    partials_size_ = work_ = 0;
+    make_jobs(window);
+    for (const Group& group : groups_)
+        for (int h = 0; h < shape_.num_kv_heads; ++h) share_spans(group, h);
+    for (int64_t j = 0; j < int64_t(jobs_.size()); ++j) {
+        const Job& job = jobs_[size_t(j)];
+        if (job.own_begin < job.span_end) add_items(&j, 1, job.own_begin, job.span_end);
+    }
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+        return a.rows * (a.span_end - a.span_begin) > b.rows * (b.span_end - b.span_begin);
     });
+    spans_left_.reset(new std::atomic<int64_t>[jobs_.size()]);
     divided_window_ = window;
 }
 
 int64_t AttentionPlan::scratch_floats() const {
     const int64_t rows = max_rows_, d = shape_.head_dim;
     return line_up(rows * d) + line_up(rows * kScoreStride) + line_up(kPanel * d) + line_up(kValueKeys * d) +
-           2 * line_up(rows * (d + 2)) + line_up(2 * rows);
+           2 * line_up(partial_floats(max_rows_));
+}
+
+int64_t AttentionPlan::keys_read() const {
+    int64_t keys = 0;
+    for (const Item& item : items_) keys += item.keys_read;
+    return keys;
 }
 
 void AttentionPlan::run(const LayerArgs& layer) {
@@ -142,34 +218,19 @@ void AttentionPlan::run(const LayerArgs& layer) {
     }
     float* memory = memory_.get() + ((64 - (reinterpret_cast<uintptr_t>(memory_.get()) & 63)) & 63) / 4;
     float* partials = memory + threads * per_thread;
-    std::unique_ptr<std::atomic<int64_t>[]> spans_left;
-    if (partials_size_ > 0) {
-        spans_left.reset(new std::atomic<int64_t>[jobs_.size()]);
-        for (size_t j = 0; j < jobs_.size(); ++j) spans_left[j] = jobs_[j].span_end - jobs_[j].span_begin;
-    }
+    for (size_t j = 0; j < jobs_.size(); ++j)
+        spans_left_[j].store(jobs_[j].span_end - jobs_[j].span_begin, std::memory_order_relaxed);
     pool_.run(int64_t(items_.size()), [&](int thread, int64_t i) {
-        const Item& item = items_[size_t(i)];
-        const Job& job = jobs_[size_t(item.job)];
-        run_item(layer, item, memory + thread * per_thread, partials);
-        // Whoever completes a shared job merges it, in the order of position all the same.
-        if (job.partials < 0) return;
-        const int64_t done = item.span_end - item.span_begin;
-        if (spans_left[size_t(item.job)].fetch_sub(done) != done) return;
-        const int64_t stride = line_up(partial_floats(job));
-        float* m = partials + job.partials;
-        for (int64_t p = 1; p < job.span_end - job.span_begin; ++p) {
-            const float* later = m + p * stride;
-            isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
-                       m + 2 * job.rows);
-        }
-        finish(layer, job, m, m + job.rows, m + 2 * job.rows);
+        run_item(layer, &items_[size_t(i)], memory + thread * per_thread, partials);
+        complete(layer, items_[size_t(i)], partials);
     });
 }
 
-void AttentionPlan::run_item(const LayerArgs& layer, const Item& item, float* scratch, float* partials) const {
-    const Job& job = jobs_[size_t(item.job)];
-    const Sequence& seq = seqs_[size_t(job.seq)];
-    const int d = shape_.head_dim, rows = job.rows;
+void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) const {
+    const int64_t* parts = parts_.data() + item->first_part;
+    const Job& lead = jobs_[size_t(parts[0])];
+    const Sequence& lead_seq = seqs_[size_t(lead.seq)];
+    const int d = shape_.head_dim, rows = item->rows;
     auto take = [&scratch](int64_t floats) {
         float* piece = scratch;
         scratch += line_up(floats);
@@ -184,60 +245,99 @@ void AttentionPlan::run_item(const LayerArgs& layer, const Item& item, float* sc
     task.scores = take(int64_t(rows) * kScoreStride);
     task.k_panel = take(int64_t(kPanel) * d);
     task.v_block = take(int64_t(kValueKeys) * d);
-    float* partial = take(partial_floats(job));
-    float* total = take(partial_floats(job));
-    int32_t* lo = reinterpret_cast<int32_t*>(take(2 * rows));
-    int32_t* hi = lo + rows;
+    task.m = take(partial_floats(rows));
+    task.l = task.m + rows;
+    task.acc = task.l + rows;
+    float* total = take(partial_floats(rows));
+    int32_t lo[kTileRows], hi[kTileRows];
     task.lo = lo;
     task.hi = hi;
     task.half = shape_.half;
     task.block_shift = block_shift_;
     task.block_stride = int64_t(shape_.num_kv_heads) * shape_.block_size * d;
-    const int64_t head_offset = int64_t(job.kv_head) * shape_.block_size * d * (shape_.half ? 2 : 4);
+    const int64_t head_offset = int64_t(lead.kv_head) * shape_.block_size * d * (shape_.half ? 2 : 4);
     task.key = static_cast<const char*>(layer.key) + head_offset;
     task.value = static_cast<const char*>(layer.value) + head_offset;
 
+    const float* query[kTileRows];
+    int64_t position[kTileRows], last = 0;
+    for (int64_t part = 0, row = 0; part < item->parts; ++part) {
+        const Job& job = jobs_[size_t(parts[part])];
+        const Sequence& seq = seqs_[size_t(job.seq)];
+        for (int64_t at = job.row0; at < job.row0 + job.rows; ++at, ++row) {
+            query[row] = layer.q + (seq.first_row + at / group_) * layer.q_stride +
+                         (int64_t(job.kv_head) * group_ + at % group_) * d;
+            position[row] = seq.seq_len - seq.q_len + at / group_;
+            last = std::max(last, position[row]);
+        }
+    }
     task.num_micro = (rows + kMicroRows - 1) / kMicroRows;
     for (int i = 0, row = 0; i < task.num_micro; ++i) {
         const int size = (rows - row + task.num_micro - i - 1) / (task.num_micro - i);
         task.micro[i] = size;
-        for (int r = 0; r < size; ++r) {
-            const int64_t at = job.row0 + row + r;
-            const float* q = layer.q + (seq.first_row + at / group_) * layer.q_stride +
-                             (int64_t(job.kv_head) * group_ + at % group_) * d;
-            for (int k = 0; k < d; ++k) q_packed[int64_t(row) * d + int64_t(k) * size + r] = q[k];
-        }
+        for (int r = 0; r < size; ++r)
+            for (int k = 0; k < d; ++k) q_packed[int64_t(row) * d + int64_t(k) * size + r] = query[row + r][k];
         row += size;
     }
 
-    const int64_t start = seq.seq_len - seq.q_len;
-    std::fill(total, total + rows, -std::numeric_limits<float>::infinity());
-    std::fill(total + rows, total + partial_floats(job), 0.0f);
-    for (int64_t span = item.span_begin; span < item.span_end; ++span) {
-        const int64_t base = span * kSpan;
-        for (int r = 0; r < rows; ++r) {
-            const int64_t p = start + (job.row0 + r) / group_;
-            const int64_t first = layer.window > 0 ? p - layer.window + 1 : 0;
-            lo[r] = int32_t(std::clamp<int64_t>(first - base, 0, kSpan));
-            hi[r] = int32_t(std::clamp<int64_t>(p + 1 - base, 0, kSpan));
-        }
-        task.blocks = blocks_.data() + seq.first_block + (base >> block_shift_);
-        const int64_t last = start + (job.row0 + rows - 1) / group_;
-        task.cold = span == item.span_begin;
-        task.next_keys = span + 1 < item.span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
-        float* m = job.partials < 0
-                       ? partial
-                       : partials + job.partials + (span - job.span_begin) * line_up(partial_floats(job));
-        task.m = m;
-        task.l = m + rows;
-        task.acc = m + 2 * rows;
-        isa_.span(task);
-        if (job.partials < 0)
-            isa_.merge(rows, d, task.m, task.l, task.acc, total, total + rows, total + 2 * rows);
+    // A job that is this item alone keeps a running total; every other one its partials.
+    const bool alone = lead.partials < 0;
+    if (alone) {
+        std::fill(total, total + rows, -std::numeric_limits<float>::infinity());
+        std::fill(total + rows, total + partial_floats(rows), 0.0f);
     }
-    if (job.partials < 0) finish(layer, job, total, total + rows, total + 2 * rows);
+    item->keys_read = 0;
+    for (int64_t span = item->span_begin; span < item->span_end; ++span) {
+        const int64_t base = span * kSpan;
+        int lowest = kSpan, highest = 0;
+        for (int r = 0; r < rows; ++r) {
+            const int64_t first = layer.window > 0 ? position[r] - layer.window + 1 : 0;
+            lo[r] = int32_t(std::clamp<int64_t>(first - base, 0, kSpan));
+            hi[r] = int32_t(std::clamp<int64_t>(position[r] + 1 - base, 0, kSpan));
+            if (lo[r] >= hi[r]) continue;
+            lowest = std::min(lowest, lo[r]);
+            highest = std::max(highest, hi[r]);
+        }
+        item->keys_read += std::max(0, highest - lowest);
+        task.blocks = blocks_.data() + lead_seq.first_block + (base >> block_shift_);
+        task.cold = span == item->span_begin;
+        task.next_keys = span + 1 < item->span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
+        isa_.span(task);
+        if (alone) {
+            isa_.merge(rows, d, task.m, task.l, task.acc, total, total + rows, total + 2 * rows);
+            continue;
+        }
+        for (int64_t part = 0, row = 0; part < item->parts; ++part) {
+            const Job& job = jobs_[size_t(parts[part])];
+            if (span >= job.span_begin) {
+                float* m = partials + job.partials + (span - job.span_begin) * line_up(partial_floats(job.rows));
+                std::copy(task.m + row, task.m + row + job.rows, m);
+                std::copy(task.l + row, task.l + row + job.rows, m + job.rows);
+                std::copy(task.acc + row * d, task.acc + (row + job.rows) * d, m + 2 * job.rows);
+            }
+            row += job.rows;
+        }
+    }
+    if (alone) finish(layer, lead, total, total + rows, total + 2 * rows);
 }
 
+// Whoever computed the last of a job's partials merges them.
+void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* partials) {
+    for (int64_t part = 0; part < item.parts; ++part) {
+        const int64_t j = parts_[size_t(item.first_part + part)];
+        const Job& job = jobs_[size_t(j)];
+        const int64_t done = item.span_end - std::max(item.span_begin, job.span_begin);
+        if (job.partials < 0 || done <= 0 || spans_left_[size_t(j)].fetch_sub(done) != done) continue;
+        const int64_t stride = line_up(partial_floats(job.rows));
+        float* m = partials + job.partials;
+        for (int64_t p = 1; p < job.span_end - job.span_begin; ++p) {
+            const float* later = m + p * stride;
+            isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
+                       m + 2 * job.rows);
+        }
+        finish(layer, job, m, m + job.rows, m + 2 * job.rows);
+    }
+}
 void AttentionPlan::finish(const LayerArgs& layer, const Job& job, const float* m, const float* l,
                            const float* acc) const {
     for (int r = 0; r < job.rows; ++r) {

@@ -1,6 +1,7 @@
 // Attention over a paged cache: what one step's layers share, and running a layer.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "groups.h"
 #include "pool.h"
 
 namespace octavo {
@@ -42,9 +44,11 @@ struct LayerArgs {
 class AttentionPlan {
 public:
     // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
-    // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
+    // here and not kept. share: what sequences have in common is read once; it changes no result.
+    // Throws std::invalid_argument, in one sentence, for what cannot be right.
     AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, ThreadPool& pool, const Isa& isa);
+                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share, ThreadPool& pool,
+                  const Isa& isa);
 
     void run(const LayerArgs& layer);
 
@@ -52,6 +56,9 @@ public:
     const Isa& isa() const { return isa_; }
     // Memory that the plan holds for its layers, once one has run.
     int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }
+    // Of the last layer that ran: (key, KV head) pairs whose K and V were read, counted again for
+    // every tile of rows that read them.
+    int64_t keys_read() const;
 
 private:
     struct Sequence {
@@ -60,7 +67,8 @@ private:
         int64_t seq_len;
         int64_t first_block;  // in blocks_
     };
-    // Rows row0 .. row0 + rows - 1 of a sequence's (token, head of the group) pairs, one KV head.
+    // Rows row0 .. row0 + rows - 1 of a sequence's (token, head of the group) pairs, one KV head. Its
+    // partials are merged in the order of position, whoever computed them.
     struct Job {
         int64_t seq;
         int kv_head;
@@ -68,18 +76,29 @@ private:
         int rows;
         int64_t span_begin;
         int64_t span_end;
-        int64_t partials = -1;  // where its partials lie, when several threads share it
+        int64_t partials = -1;  // where its partials lie, when it is not one item alone
+        int64_t own_begin = 0;  // while work is divided: the first span that no item has yet
     };
+    // What one thread computes at a stretch: the rows of some jobs, whose sequences have the same
+    // blocks there, against some spans.
     struct Item {
-        int64_t job;
+        int64_t first_part;  // in parts_
+        int64_t parts;
+        int rows;
         int64_t span_begin;
         int64_t span_end;
+        int64_t keys_read = 0;
     };
 
     void divide_work(int64_t window);
-    void run_item(const LayerArgs& layer, const Item& item, float* scratch, float* partials) const;
+    void make_jobs(int64_t window);
+    void share_spans(const Group& group, int kv_head);
+    void add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end);
+    bool keep_partials(Job* job);
+    void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) const;
+    void complete(const LayerArgs& layer, const Item& item, float* partials);
     void finish(const LayerArgs& layer, const Job& job, const float* m, const float* l, const float* acc) const;
-    int64_t partial_floats(const Job& job) const { return int64_t(job.rows) * (shape_.head_dim + 2); }
+    int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;
 
     Shape shape_;
@@ -91,13 +110,19 @@ private:
     int32_t max_block_ = -1;
     std::vector<Sequence> seqs_;
     std::vector<int32_t> blocks_;
+    std::vector<Chain> chains_;
+    std::vector<Group> groups_;
 
     // The division of work of the last window asked for, and memory that layers reuse.
     std::mutex busy_;
     int64_t divided_window_ = -1;
     std::vector<Job> jobs_;
     std::vector<Item> items_;
+    std::vector<int64_t> parts_;      // jobs
+    std::vector<int64_t> first_job_;  // of each sequence
+    int64_t work_ = 0;                // rows times spans
     int max_rows_ = 0;
+    std::unique_ptr<std::atomic<int64_t>[]> spans_left_;  // of each job
     int64_t partials_size_ = 0;
     std::unique_ptr<float[]> memory_;
     int64_t memory_size_ = 0;

@@ -39,10 +39,14 @@ def why_not(spec: AttentionSpec) -> str | None:
     return None
 
 
-def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, isa: str = "auto") -> Plan:
+def plan(
+    meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, share: bool = True, isa: str = "auto"
+) -> Plan:
     """Check and copy the step's integers. The plan serves one ``attend`` at a time.
 
-    ``isa`` "avx2" or "portable" forces the kernels (tests). Raises ValueError, in one sentence, for
+    Sequences whose block tables start with the same blocks read these together, span by whole span;
+    ``share`` False forbids that (tests, benches), which changes no bit of any result. ``isa`` "avx2" or
+    "portable" forces the kernels (tests). Raises ValueError, in one sentence, for
     metadata that cannot be right.
     """
     reason = why_not(spec)
@@ -59,6 +63,7 @@ def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool, *, isa: str
         num_seqs=num_seqs,
         max_blocks=meta.block_table.shape[1],
         shape=_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.kv_dtype),
+        share=share,
         pool=pool,
         isa=isa,
     )
@@ -159,15 +164,17 @@ def _check_ints(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 def _check_rows(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Tokens may be apart; what belongs to one token must not be."""
-    dense_token = x.dim() == 3 and x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
-    if x.dtype != torch.float32 or x.device.type != "cpu" or x.shape != shape or not dense_token:
+    right = x.dtype == torch.float32 and x.is_cpu and x.shape == shape
+    if not right or not (
+        x.is_contiguous() or (x.stride(2) == 1 and (shape[1] == 1 or x.stride(1) == shape[2]))
+    ):
         raise ValueError(
             f"{name} must be {list(shape)} float32 on the CPU, each token contiguous; got {_describe(x)}"
         )
 
 
 def _check_cache(name: str, x: torch.Tensor, block: Any, dtype: torch.dtype) -> None:
-    if x.dtype != dtype or x.device.type != "cpu" or x.shape[1:] != block or not x.is_contiguous():
+    if x.dtype != dtype or not x.is_cpu or x.shape[1:] != block or not x.is_contiguous():
         wanted = ", ".join(str(n) for n in block)
         raise ValueError(
             f"{name} must be [num_blocks, {wanted}] {dtype}, contiguous, on the CPU; got {_describe(x)}"
