@@ -436,9 +436,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
             apart = [
                 (x, row[APART]["ms"]) for x, row in zip(places, result["cases"], strict=True) if row["shared"]
             ]
-            axes.scatter(
-                *zip(*apart, strict=True), marker="_", s=90, color="black", label="fused, each apart"
-            )
+            xs, ms = zip(*apart, strict=True)
+            axes.scatter(xs, ms, marker="_", s=90, color="black", label="fused, each apart")
     axes.set_yscale("log")
     axes.set_ylabel("ms a layer")
     axes.set_xticks(
