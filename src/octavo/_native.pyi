@@ -3,6 +3,7 @@
 SPAN: int
 
 def isa() -> str: ...
+def isas() -> list[str]: ...
 
 class Shape:
     def __init__(
@@ -47,6 +48,8 @@ class AttentionPlan:
         out: int,
         lse: int,
     ) -> None: ...
+
+def weight_formats() -> list[tuple[str, int, int]]: ...
 
 class PackedWeight:
     """A weight [outputs, inputs] in its stored bits, in the kernels' order; see ``csrc/linear.h``."""

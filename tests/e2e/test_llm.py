@@ -76,10 +76,16 @@ def test_every_backend_gives_the_same_answer(
         )
 
 
-def test_torch_uses_the_threads_that_the_engine_was_given(smollm2_path: Path, llm: LLM) -> None:
+def test_torch_uses_the_threads_that_an_engine_of_its_backends_was_given(
+    smollm2_path: Path, llm: LLM
+) -> None:
+    """The native engine has threads of its own and leaves torch's alone."""
     before = torch.get_num_threads()
     try:
+        torch.set_num_threads(2)
         LLM(str(smollm2_path), num_threads=1, num_blocks=2)
+        assert torch.get_num_threads() == 2
+        LLM(str(smollm2_path), attention="sdpa", num_threads=1, num_blocks=2)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from octavo.config import ModelConfig, RopeConfig
 from octavo.kernels import layer as kernel
 from octavo.kernels.api import AttentionSpec
 from octavo.kernels.linear import StoredMatrix
-from octavo.kernels.native import ThreadPool, isa
+from octavo.kernels.native import ThreadPool, _native
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 
@@ -114,7 +114,7 @@ class Run:
         config = decoder.config
         shape = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block_size": BLOCK_SIZE}
         self.decoder = decoder
-        self.cache = KVCache(num_layers=config.num_layers, num_blocks=64, kv_dtype=kv_dtype, **shape)
+        self.cache = KVCache(num_layers=config.num_layers, num_blocks=128, kv_dtype=kv_dtype, **shape)
         spec = AttentionSpec(num_heads=config.num_heads, kv_dtype=self.cache.key.dtype, device="cpu", **shape)
         self.attention = AttentionBackend(attention, spec, POOLS[threads])
         self.lengths: dict[int, int] = {}
@@ -172,8 +172,8 @@ def test_bits_do_not_depend_on_chunks_company_threads_or_instruction_set(config:
     parts += [run.step({3: [1], 0: [token]}) for token in ids[16:]]
     assert torch.equal(torch.cat([part[0] for part in parts]), want)
 
-    if isa() != "portable":
-        assert torch.equal(Run(native(config, isa="portable")).step({0: ids})[0], want)
+    for isa in _native.isas():
+        assert torch.equal(Run(native(config, isa=isa)).step({0: ids})[0], want), isa
 
 
 def test_more_rows_than_pass_through_a_layer_at_once_have_the_same_bits() -> None:
@@ -197,18 +197,17 @@ def test_same_weights_are_expected_in_the_same_shapes(config: ModelConfig) -> No
     assert decoder.expected_weights() == Decoder(config).expected_weights()
 
 
-def test_an_order_that_depends_on_the_chunk_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison to the bit notices rows whose sums depend on how many rows there are."""
+def test_an_order_that_depends_on_the_number_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rounding that only rows in company go through turns the comparison to the bit red, and 1e-4 not."""
     ids = ids_of(LLAMA, 23)
     want = Run(native(LLAMA)).step({0: ids})[0]
     honest = kernel.logits
 
-    def by_torch(norm, head, x, *args):
-        """Adds 0 in one order for one row, and in another for many."""
+    def rounds_in_company(norm, head, x, *args):
         out = honest(norm, head, x, *args)
         return out if x.shape[0] == 1 else (out + 1e-3) - 1e-3
 
-    monkeypatch.setattr(kernel, "logits", by_torch)
+    monkeypatch.setattr(kernel, "logits", rounds_in_company)
     got = Run(native(LLAMA)).step({0: ids})[0]
     assert not torch.equal(got, want)
     assert (got - want).abs().max() < TOLERANCE  # which the other law would not have seen
@@ -239,11 +238,11 @@ def test_a_token_without_an_embedding_is_refused(ids: list[int]) -> None:
 
 def test_a_slot_outside_the_cache_and_a_position_without_a_row_are_refused() -> None:
     run = Run(native(LLAMA))
-    with pytest.raises(ValueError, match=r"slot_mapping\[0\] is 576"):
-        run.step({9: [1]})
-    learned = Run(native(CONFIGS["gpt2"]))
-    learned.lengths[0] = 64
-    with pytest.raises(ValueError, match=r"positions\[0\] is 64, allowed are 0 to 63"):
+    with pytest.raises(ValueError, match=r"slot_mapping\[0\] is 1024"):
+        run.step({16: [1]})
+    learned = Run(native(variant(**GPT2, max_position_embeddings=32)))
+    learned.lengths[0] = 32
+    with pytest.raises(ValueError, match=r"positions\[0\] is 32, allowed are 0 to 31"):
         learned.step({0: [1]})
 
 

@@ -17,6 +17,7 @@ from octavo.models.native import NativeDecoder
 from octavo.models.registry import MODELS
 from octavo.weights import hub
 from octavo.weights.load import load_model, load_stored, open_checkpoint
+from octavo.weights.stored import float32
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 16
@@ -191,7 +192,7 @@ def test_w04_smollm2_reads_english_unless_rows_stay_permuted(smollm2, smollm2_de
     def permute_back(name, tensor):
         if not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
-        heads = tensor.view(-1, 2, 32, tensor.shape[1])  # [heads, halves, pairs, hidden]
+        heads = float32(tensor).view(-1, 2, 32, tensor.shape[1])  # [heads, halves, pairs, hidden]
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     wrong_decoder = load(smollm2, permute_back)

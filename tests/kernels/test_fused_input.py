@@ -86,7 +86,7 @@ def test_a_pool_refuses_threads(num_threads: int) -> None:
 
 
 def test_plan_refuses_an_unknown_isa() -> None:
-    with pytest.raises(ValueError, match="isa must be auto, avx2 or portable"):
+    with pytest.raises(ValueError, match="isa must be auto, avx512, avx2 or portable"):
         fused.plan(build(CASE).meta, CASE.spec, pool(1), isa="sse9")
 
 

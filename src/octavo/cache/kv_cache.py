@@ -35,10 +35,11 @@ class KVCache:
         self.key = _lazy_zeros(shape, kv_dtype).to(device)
         self.value = _lazy_zeros(shape, kv_dtype).to(device)
         self.block_size = block_size
+        self._layers = list(zip(self.key.unbind(), self.value.unbind(), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
-        return self.key[index], self.value[index]
+        return self._layers[index]
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store this step's rows in layer ``index``.

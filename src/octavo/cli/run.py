@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -90,9 +89,6 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         "max_model_len": max_model_len,
         "num_threads": threads,
     }
-    # OpenMP's threads spin while they wait. Where something else wants the cores, and beside a person
-    # at a terminal something does, one stolen core then stops every step; asleep they cost a sixth.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     start = time.perf_counter()
     llm = load(model, engine)
     load_s = time.perf_counter() - start

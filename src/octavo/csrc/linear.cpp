@@ -1,71 +1,202 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
 namespace octavo {
 namespace {
 
-float* panel(const PackedWeight& weight, int64_t index) {
-    return reinterpret_cast<float*>(const_cast<uint8_t*>(weight.data())) + index * kLinearPanel * weight.inputs();
+// Rows that are computed straight from the packed weights, tile by tile; with more of them, a piece of a panel is
+// expanded to float32 first.
+constexpr int64_t kMostDirectRows = 12;
+// A piece of panels, as float32: half of a first-level cache.
+constexpr int64_t kPieceBytes = 18 << 10;
+// Rows of x whose packed form is walked again and again, for every panel: half of a second-level cache.
+constexpr int64_t kRowBlockBytes = 512 << 10;
+
+constexpr int kMostPanels = 4;
+
+// rows into tiles of nearly equal size: tile i starts here.
+int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// A run of panels of one part.
+struct Group {
+    const PackedWeight* weight;
+    int64_t panel;   // the first
+    int64_t panels;  // how many
+    int64_t output;  // where the first panel's outputs begin in out
+};
+
+// Groups of about equal bytes: enough of them that no thread waits long for the last, and each long enough to be
+// read in one stretch.
+std::vector<Group> make_groups(const std::vector<const PackedWeight*>& weights, int num_threads) {
+    int64_t bytes = 0;
+    for (const PackedWeight* weight : weights) bytes += weight->bytes();
+    const int64_t target = std::min<int64_t>(bytes / (num_threads * 6), 512 << 10);
+    std::vector<Group> groups;
+    int64_t output = 0;
+    for (const PackedWeight* weight : weights) {
+        const int64_t fours = std::max<int64_t>(1, target / (weight->panel_bytes() * kMostPanels));
+        for (int64_t panel = 0; panel < weight->panels(); panel += fours * kMostPanels) {
+            const int64_t count = std::min(fours * kMostPanels, weight->panels() - panel);
+            groups.push_back({weight, panel, count, output + panel * kLinearPanel});
+        }
+        output += weight->outputs();
+    }
+    return groups;
 }
 
-int64_t panels(int64_t outputs) { return (outputs + kLinearPanel - 1) / kLinearPanel; }
+int widest(const LinearKernels::Tile* tiles, int64_t panels) {
+    int i = 2;
+    while (i > 0 && ((1 << i) > panels || tiles[i] == nullptr)) --i;
+    return i;
+}
+
+// Adds bias and residual to the sums of rows [row, row + rows) of `panels` panels.
+void finish(const LinearKernels& kernels, const LinearArgs& args, const Group& group, int64_t panel, int panels,
+            int64_t row, int rows, const float* sums, int64_t sums_panel) {
+    for (int p = 0; p < panels; ++p) {
+        const int64_t begin = (panel + p) * kLinearPanel, left = group.weight->outputs() - begin;
+        const int64_t output = group.output + begin - group.panel * kLinearPanel;
+        kernels.finish({sums + p * sums_panel, rows, int(std::min<int64_t>(left, kLinearPanel)),
+                        args.bias == nullptr ? nullptr : args.bias + output,
+                        args.residual == nullptr ? nullptr : args.residual + row * args.out_stride + output,
+                        args.out + row * args.out_stride + output, args.out_stride});
+    }
+}
+
+// Lines a tile asks for every 32 k, so that `bytes` are asked for by `tiles` tiles over k.
+int prefetch_lines(int64_t bytes, int64_t tiles, int64_t k) {
+    return int(divide_up(divide_up(bytes, 64), tiles * divide_up(k, 32)));
+}
+
+void direct_group(const LinearKernels& kernels, const LinearArgs& args, const Group& group) {
+    const PackedWeight& weight = *group.weight;
+    const int64_t tiles = divide_up(args.rows, kLinearRows), k = weight.inputs();
+    const int most_rows = int(divide_up(args.rows, tiles));
+    const LinearKernels::Tile(*table)[3] = kernels.direct[int(weight.type())];
+    float sums[kMostPanels * kLinearRows * kLinearPanel];
+    for (int64_t panel = group.panel; panel < group.panel + group.panels;) {
+        const int wide = widest(table[most_rows - 1], group.panel + group.panels - panel), panels = 1 << wide;
+        const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t row = tile_start(args.rows, tiles, t);
+            const int rows = int(tile_start(args.rows, tiles, t + 1) - row);
+            TileTask task{base, weight.panel_bytes(), k, args.x + row * args.x_stride, args.x_stride, sums,
+                          rows * kLinearPanel, true, nullptr, 0};
+            // The first tile waits for memory; the others ask for what comes after this panel.
+            if (t > 0) {
+                task.prefetch_lines = prefetch_lines(panels * weight.panel_bytes(), tiles - 1, k);
+                task.prefetch = base + panels * weight.panel_bytes() +
+                                (t - 1) * task.prefetch_lines * divide_up(k, 32) * 64;
+            }
+            table[rows - 1][wide](task);
+            finish(kernels, args, group, panel, panels, row, rows, sums, task.sums_panel);
+        }
+        panel += panels;
+    }
+}
+
+// Memory of one thread, kept from call to call.
+float* scratch(int64_t count) {
+    thread_local std::vector<float> floats;
+    if (int64_t(floats.size()) < count) floats.resize(size_t(count));
+    return floats.data();
+}
+
+// Rows [row, row + rows) whose packed x, tile by tile, is at `x`.
+void packed_group(const LinearKernels& kernels, const LinearArgs& args, const Group& group, int64_t row, int64_t rows,
+                  const float* x) {
+    const PackedWeight& weight = *group.weight;
+    const UnitLayout unit = kUnits[int(weight.type())];
+    const int64_t tiles = divide_up(rows, kLinearRows);
+    const int most_rows = int(divide_up(rows, tiles));
+    const bool expand = weight.type() != WeightType::kF32;
+    for (int64_t panel = group.panel; panel < group.panel + group.panels;) {
+        const int wide = widest(kernels.packed[most_rows - 1], group.panel + group.panels - panel), panels = 1 << wide;
+        // Whole units, and pieces of nearly equal length.
+        const int64_t step = std::max(unit.k, 32);
+        const int64_t steps = divide_up(weight.inputs(), step);
+        const int64_t most_steps = std::max<int64_t>(1, kPieceBytes / (panels * kLinearPanel * 4 * step));
+        const int64_t pieces = divide_up(steps, most_steps);
+        float* sums = scratch(panels * kLinearPanel * (rows + divide_up(steps, pieces) * step));
+        float* piece = sums + panels * kLinearPanel * rows;
+        const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+        for (int64_t i = 0; i < pieces; ++i) {
+            const int64_t begin = steps * i / pieces * step;
+            const int64_t end = std::min(steps * (i + 1) / pieces * step, weight.inputs()), k = end - begin;
+            const uint8_t* stored = base + begin / unit.k * unit.bytes;
+            const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
+            if (expand)
+                for (int p = 0; p < panels; ++p)
+                    kernels.expand[int(weight.type())](stored + p * weight.panel_bytes(), k,
+                                                       piece + p * k * kLinearPanel);
+            const int lines = prefetch_lines(stored_bytes * panels, tiles, k);
+            for (int64_t t = 0; t < tiles; ++t) {
+                const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
+                const TileTask task{expand ? reinterpret_cast<const uint8_t*>(piece) : stored,
+                                    expand ? k * kLinearPanel * 4 : weight.panel_bytes(),
+                                    k,
+                                    x + first * weight.inputs() + begin * count,
+                                    0,
+                                    sums + first * kLinearPanel,
+                                    rows * kLinearPanel,
+                                    i == 0,
+                                    stored + stored_bytes + t * lines * divide_up(k, 32) * 64,
+                                    lines};
+                kernels.packed[count - 1][wide](task);
+            }
+        }
+        for (int64_t first = 0; first < rows; first += kLinearRows)
+            finish(kernels, args, group, panel, panels, row + first,
+                   int(std::min<int64_t>(kLinearRows, rows - first)), sums + first * kLinearPanel,
+                   rows * kLinearPanel);
+        panel += panels;
+    }
+}
 
 }  // namespace
 
-WeightType weight_type(const std::string& name) {
-    if (name == "f32") return WeightType::kF32;
-    throw std::invalid_argument("weight type must be f32, got '" + name + "'");
+const LinearKernels& linear_kernels(const Isa& isa) {
+    if (std::strcmp(isa.name, "avx512") == 0) return *avx512_linear();
+    if (std::strcmp(isa.name, "avx2") == 0) return *avx2_linear();
+    return portable_linear();
 }
 
-PackedWeight::PackedWeight(WeightType type, int64_t outputs, int64_t inputs)
-    : type_(type), outputs_(outputs), inputs_(inputs), bytes_(panels(outputs) * kLinearPanel * inputs * 4) {
-    if (outputs < 1 || inputs < 1) throw std::invalid_argument("a weight must have at least one output and input");
-    data_.reset(new uint8_t[size_t(bytes_)]());
-}
-
-void PackedWeight::pack_rows(const void* data, int64_t first, int64_t rows, ThreadPool&) {
-    if (first < 0 || rows < 0 || first + rows > outputs_)
-        throw std::invalid_argument("rows lie outside the weight");
-    const float* in = static_cast<const float*>(data);
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t k = 0; k < inputs_; ++k)
-            panel(*this, (first + r) / kLinearPanel)[k * kLinearPanel + (first + r) % kLinearPanel] =
-                in[r * inputs_ + k];
-}
-
-void PackedWeight::expand_row(int64_t row, float* out) const {
-    if (row < 0 || row >= outputs_) throw std::invalid_argument("row lies outside the weight");
-    for (int64_t k = 0; k < inputs_; ++k)
-        out[k] = panel(*this, row / kLinearPanel)[k * kLinearPanel + row % kLinearPanel];
-}
-
-void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool, const Isa&) {
-    int64_t first = 0;
-    for (const PackedWeight* weight : weights) {
-        pool.run(panels(weight->outputs()), [&](int, int64_t index) {
-            const float* w = panel(*weight, index);
-            const int64_t begin = index * kLinearPanel;
-            const int64_t end = std::min(begin + kLinearPanel, weight->outputs());
-            for (int64_t r = 0; r < args.rows; ++r) {
-                float sum[kLinearPanel] = {};
-                for (int64_t k = 0; k < weight->inputs(); ++k)
-                    for (int n = 0; n < kLinearPanel; ++n)
-                        sum[n] = std::fma(args.x[r * args.x_stride + k], w[k * kLinearPanel + n], sum[n]);
-                for (int64_t n = begin; n < end; ++n) {
-                    const int64_t at = r * args.out_stride + first + n;
-                    float y = sum[n - begin];
-                    if (args.bias != nullptr) y += args.bias[first + n];
-                    if (args.residual != nullptr) y += args.residual[at];
-                    args.out[at] = y;
-                }
-            }
-        });
-        first += weight->outputs();
+void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool, const Isa& isa) {
+    if (args.rows < 1 || weights.empty()) return;
+    const LinearKernels& kernels = linear_kernels(isa);
+    const std::vector<Group> groups = make_groups(weights, pool.num_threads());
+    const int64_t count = int64_t(groups.size());
+    if (args.rows <= kMostDirectRows) {
+        pool.run(count, [&](int, int64_t i) { direct_group(kernels, args, groups[size_t(i)]); });
+        return;
     }
+    const int64_t inputs = weights[0]->inputs();
+    const int64_t most_rows = std::max<int64_t>(8 * kLinearRows, kRowBlockBytes / (inputs * 4));
+    const int64_t blocks = divide_up(args.rows, most_rows);
+    const auto block_start = [&](int64_t block) {
+        return std::min(args.rows, divide_up(args.rows, blocks * kLinearRows) * kLinearRows * block);
+    };
+    thread_local std::vector<float> packed;
+    if (int64_t(packed.size()) < args.rows * inputs) packed.resize(size_t(args.rows * inputs));
+    float* x = packed.data();
+    pool.run(blocks, [&](int, int64_t block) {
+        const int64_t begin = block_start(block), rows = block_start(block + 1) - begin;
+        const int64_t tiles = divide_up(rows, kLinearRows);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t first = tile_start(rows, tiles, t), end = tile_start(rows, tiles, t + 1);
+            kernels.pack_x(args.x + (begin + first) * args.x_stride, args.x_stride, int(end - first), inputs,
+                           x + (begin + first) * inputs);
+        }
+    });
+    pool.run(blocks * count, [&](int, int64_t item) {
+        const int64_t begin = block_start(item / count), rows = block_start(item / count + 1) - begin;
+        if (rows > 0) packed_group(kernels, args, groups[size_t(item % count)], begin, rows, x + begin * inputs);
+    });
 }
 
 }  // namespace octavo

@@ -2,32 +2,37 @@
 //
 // The law: out[r][n] is one chain of fused multiply-adds over k = 0 .. inputs-1 that starts from 0 and adds
 // x[r][k] * w[n][k]; then the bias is added, then the residual. w[n][k] is the weight's value rounded
-// to float32 once, so every storage type gives the numbers of its expanded float32 weight, to the
-// bit. Row count, row place, threads, blocking and instruction set only decide who computes what.
+// to float32 once (a zero is +0), so every storage type gives the numbers of its expanded float32 weight,
+// to the bit. Row count, row place, threads, blocking and instruction set only decide who computes what.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "attention.h"
+#include "linear_kernels.h"
 #include "pool.h"
 
 namespace octavo {
 
-// Outputs per panel.
-constexpr int kLinearPanel = 16;
-
-enum class WeightType { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ4_K, kQ6_K };
-
+// A type as checkpoints store it: blocks of `block` values in `block_bytes` bytes.
+struct WeightFormat {
+    const char* name;
+    int block;
+    int block_bytes;
+};
+const WeightFormat& weight_format(WeightType type);
 // Throws std::invalid_argument, naming the types that exist, for any other name: "f32", "q4_1", ...
 WeightType weight_type(const std::string& name);
 
 // A matrix [outputs, inputs], re-ordered into panels of outputs, a tail panel padded with zeros.
 class PackedWeight {
 public:
-    // Throws std::invalid_argument for inputs that the type cannot hold (a multiple of 32; 256 for K types).
+    // All zero bits. Throws std::invalid_argument for inputs that the type cannot hold (a multiple of 32; of
+    // 256 for K types).
     PackedWeight(WeightType type, int64_t outputs, int64_t inputs);
 
     // Rows [first, first + rows) of the matrix, in the order of a checkpoint: rows dense, blocks of a
@@ -40,16 +45,20 @@ public:
     WeightType type() const { return type_; }
     int64_t outputs() const { return outputs_; }
     int64_t inputs() const { return inputs_; }
-    int64_t bytes() const { return bytes_; }
+    int64_t bytes() const { return panels() * panel_bytes_; }
+    int64_t panels() const { return (outputs_ + kLinearPanel - 1) / kLinearPanel; }
+    int64_t panel_bytes() const { return panel_bytes_; }
     const uint8_t* data() const { return data_.get(); }
 
 private:
     WeightType type_;
     int64_t outputs_;
     int64_t inputs_;
-    int64_t bytes_;
-    std::unique_ptr<uint8_t[]> data_;
+    int64_t panel_bytes_;
+    std::unique_ptr<uint8_t[], std::function<void(uint8_t*)>> data_;
 };
+
+const LinearKernels& linear_kernels(const Isa& isa);
 
 // Several matrices that read the same input, one after the other in the output: q, k and v; gate and up.
 struct LinearArgs {

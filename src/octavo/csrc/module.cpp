@@ -1,10 +1,12 @@
 // The Python face. Addresses come as integers; octavo.kernels.fused checks the tensors behind them.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
+#include <tuple>
 
 #include "layer_module.h"
 #include "linear.h"
@@ -47,6 +49,17 @@ NB_MODULE(_native, m) {
 
     m.attr("SPAN") = kSpan;
     m.def("isa", [] { return std::string(choose_isa("auto").name); });
+    m.def("isas", [] {
+        std::vector<std::string> names;
+        for (const char* name : {"avx512", "avx2", "portable"}) {
+            try {
+                names.push_back(choose_isa(name).name);
+            } catch (const std::invalid_argument&) {
+                continue;
+            }
+        }
+        return names;
+    });
 
     nb::class_<Shape>(m, "Shape").def(
         "__init__",
@@ -86,6 +99,15 @@ NB_MODULE(_native, m) {
                 plan.run(layer);
             },
             "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a);
+
+    m.def("weight_formats", [] {
+        std::vector<std::tuple<std::string, int, int>> formats;
+        for (int type = 0; type < kNumWeightTypes; ++type) {
+            const WeightFormat& format = weight_format(WeightType(type));
+            formats.emplace_back(format.name, format.block, format.block_bytes);
+        }
+        return formats;
+    });
 
     nb::class_<PackedWeight>(m, "PackedWeight")
         .def(

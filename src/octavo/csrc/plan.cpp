@@ -8,6 +8,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "linear_kernels.h"
+
 namespace octavo {
 namespace {
 
@@ -28,11 +30,21 @@ int log2_exact(int x) {
 }  // namespace
 
 const Isa& choose_isa(const std::string& name) {
-    const bool have_avx2 = avx2_isa() != nullptr && cpu_has_avx2();
+    const bool have_avx2 = avx2_isa() != nullptr && avx2_linear() != nullptr && cpu_has_avx2();
+    const bool have_avx512 = have_avx2 && cpu_has_avx512() && avx512_linear() != nullptr;
     if (name == "portable" || (name == "auto" && !have_avx2)) return portable_isa();
-    if (name != "auto" && name != "avx2") refuse("isa must be auto, avx2 or portable, got '" + name + "'");
-    if (!have_avx2) refuse("isa avx2 needs a CPU with AVX2, FMA and F16C");
-    return *avx2_isa();
+    if (name != "auto" && name != "avx2" && name != "avx512")
+        refuse("isa must be auto, avx512, avx2 or portable, got '" + name + "'");
+    if (!have_avx2) refuse("isa " + name + " needs a CPU with AVX2, FMA and F16C");
+    if (name == "avx2" || (name == "auto" && !have_avx512)) return *avx2_isa();
+    if (!have_avx512) refuse("isa avx512 needs a CPU with AVX-512 F, BW, VL and DQ");
+    // Wider vectors are for linear layers; everything else is as on AVX2, with the same results.
+    static const Isa avx512 = [] {
+        Isa isa = *avx2_isa();
+        isa.name = "avx512";
+        return isa;
+    }();
+    return avx512;
 }
 
 AttentionPlan::AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,

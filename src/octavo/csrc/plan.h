@@ -12,7 +12,7 @@
 
 namespace octavo {
 
-// Picks the kernels: "auto" (the best that the CPU runs), "avx2" or "portable".
+// Picks the kernels: "auto" (the best that the CPU runs), "avx512", "avx2" or "portable".
 // Throws std::invalid_argument for a name that is unknown, not compiled in, or not runnable here.
 const Isa& choose_isa(const std::string& name);
 

@@ -10,11 +10,24 @@ from octavo.kernels.native import ThreadPool, _native
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How checkpoints store a type: ``block_size`` values of a row in ``block_bytes`` bytes."""
+
+    block_size: int
+    block_bytes: int
+
+
+def weight_formats() -> dict[str, WeightFormat]:
+    """Every type that there is a kernel for, by name."""
+    return {name: WeightFormat(size, num_bytes) for name, size, num_bytes in _native.weight_formats()}
+
+
+@dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """A matrix ``[outputs, inputs]`` as a checkpoint stores it: rows dense, one after the other.
 
-    ``type`` is a name such as "f32", "bf16" or "q4_1"; ``data`` ``[num_bytes]`` uint8 may alias a file's
-    pages.
+    ``type`` is a name of ``weight_formats()``, such as "f32", "bf16" or "q4_1"; ``data`` ``[num_bytes]``
+    uint8 may alias a file's pages.
     """
 
     type: str
@@ -27,6 +40,24 @@ class StoredMatrix:
         """The float32 values of ``tensor`` ``[outputs, inputs]``."""
         values = tensor.detach().to(torch.float32).contiguous()
         return cls("f32", values.shape[0], values.shape[1], values.view(-1).view(torch.uint8))
+
+
+def pack(stored: StoredMatrix, pool: ThreadPool) -> _native.PackedWeight:
+    """The matrix in the kernels' order, its data read once.
+
+    Raises ValueError for an unknown type, inputs that the type cannot hold, or data of a wrong size.
+    """
+    weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs)
+    form = weight_formats()[stored.type]
+    num_bytes = stored.outputs * stored.inputs // form.block_size * form.block_bytes
+    data = stored.data
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.numel() != num_bytes:
+        raise ValueError(
+            f"a {stored.type} matrix {[stored.outputs, stored.inputs]} must be {num_bytes} contiguous bytes, "
+            f"got {data.dtype} {list(data.shape)}"
+        )
+    weight.pack_rows(data.data_ptr(), 0, stored.outputs, pool)
+    return weight
 
 
 class PackedLinear:
@@ -50,9 +81,7 @@ class PackedLinear:
             raise ValueError(
                 f"{part} must be {[self.parts[part], self.inputs]}, got {[stored.outputs, stored.inputs]}"
             )
-        weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs)
-        weight.pack_rows(stored.data.data_ptr(), 0, stored.outputs, self._pool)
-        self._packed[part] = weight
+        self._packed[part] = pack(stored, self._pool)
 
     @property
     def weights(self) -> list[_native.PackedWeight]:
@@ -62,7 +91,7 @@ class PackedLinear:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` ``[rows, inputs]`` float32; ``bias`` ``[outputs]``; ``residual`` and the result ``[rows, outputs]``."""
+        """``x`` ``[rows, inputs]`` float32, ``bias`` ``[outputs]``, ``residual`` and result ``[rows, outputs]``."""
         out = torch.empty(x.shape[0], self.outputs)
         _native.linear(
             weights=self.weights,

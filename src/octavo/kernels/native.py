@@ -13,8 +13,13 @@ ThreadPool = _native.ThreadPool
 
 
 def isa() -> str:
-    """The instruction set that "auto" picks on this machine: "avx2" or "portable"."""
+    """The instruction set that "auto" picks on this machine: "avx512", "avx2" or "portable"."""
     return _native.isa()
+
+
+def runs(name: str) -> bool:
+    """Whether this machine and this build have an instruction set, by name."""
+    return name in _native.isas()
 
 
 def read_memory(tensor: torch.Tensor, pool: ThreadPool) -> int:

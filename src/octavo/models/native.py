@@ -21,7 +21,7 @@ from octavo.models.rope import RopeTable
 class NativeDecoder:
     """The same face as ``Decoder``, on the CPU and with ``fused`` attention. Matrices keep their stored bits.
 
-    One step at a time: its buffers are reused. ``isa`` "portable" or "avx2" forces the kernels (tests).
+    One step at a time: its buffers are reused. ``isa`` forces the kernels (tests).
     """
 
     def __init__(self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto") -> None:
