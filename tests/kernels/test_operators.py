@@ -126,6 +126,11 @@ def test_bench_writes_its_table_json_and_plot(tmp_path: Path) -> None:
         for name in bench.BACKENDS:
             assert row[name]["ms"] > 0
             assert row[name]["max_difference_from_loop"] < 1e-4
+    shared = next(row for row in result["cases"] if row["shared"])
+    per_key = 2 * bench.NUM_KV_HEADS * bench.HEAD_DIM * 4
+    assert shared["fused"]["bytes_read"] == shared["kv_bytes"] == (256 + 4 * 64) * per_key
+    assert shared["fused_apart"]["bytes_read"] == 4 * 320 * per_key
+    assert shared["fused_apart"]["max_difference_from_loop"] == shared["fused"]["max_difference_from_loop"]
     assert result["operators"]["loop"]["one_sequence"]["attention"] == 3 * bench.NUM_HEADS
     assert result["operators"]["bmm"]["prefill_intermediate_bytes"] > 0
     assert result["bmm_beside_matmul"]["transposes_share_storage"]

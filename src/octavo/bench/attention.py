@@ -433,11 +433,12 @@ def plot(result: dict[str, Any], path: Path) -> None:
         bars = axes.bar(places, [row[name]["ms"] for row in result["cases"]], width, label=name)
         if name == "fused":
             axes.bar_label(bars, [f"{row[name]['ms']:.2g}" for row in result["cases"]], fontsize=7)
-            apart = [
-                (x, row[APART]["ms"]) for x, row in zip(places, result["cases"], strict=True) if row["shared"]
-            ]
-            xs, ms = zip(*apart, strict=True)
-            axes.scatter(xs, ms, marker="_", s=90, color="black", label="fused, each apart")
+            apart = {
+                x: row[APART]["ms"] for x, row in zip(places, result["cases"], strict=True) if row["shared"]
+            }
+            axes.scatter(
+                list(apart), list(apart.values()), marker="_", s=90, color="black", label="fused, each apart"
+            )
     axes.set_yscale("log")
     axes.set_ylabel("ms a layer")
     axes.set_xticks(
