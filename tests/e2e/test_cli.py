@@ -374,5 +374,5 @@ def test_the_throughput_bench_compares_the_same_requests(tmp_path):
     assert (ours["repeats"], theirs["repeats"]) == (2, 1)
     # Two requests that share 64 tokens and end with 2 of their own; the cache is cold in each repeat.
     assert 60 <= ours["notes"]["num_cached_tokens"] <= 66
-    assert ours["peak_bytes"] > 500e6
+    assert ours["peak_bytes"] > 200e6  # torch alone, before any weights
     assert workload["comparisons"]["transformers"]["tokens"]["chats_equal"] == 2
