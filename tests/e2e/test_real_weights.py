@@ -192,7 +192,8 @@ def test_w04_smollm2_reads_english_unless_rows_stay_permuted(smollm2, smollm2_de
     def permute_back(name, tensor):
         if not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
-        heads = float32(tensor).view(-1, 2, 32, tensor.shape[1])  # [heads, halves, pairs, hidden]
+        tensor = float32(tensor)
+        heads = tensor.view(-1, 2, 32, tensor.shape[1])  # [heads, halves, pairs, hidden]
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     wrong_decoder = load(smollm2, permute_back)
