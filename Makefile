@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
-PYTEST_ARGS ?= -m "not slow"
+# A worker a core; the tests of a file stay together, as they share a loaded model.
+PYTEST_ARGS ?= -m "not slow" -n auto --dist loadfile
 DEMO_ARGS ?=
 # The engines that `octavo bench throughput --against` compares with, each in an environment of its own.
 PEERS_DIR ?= .peers

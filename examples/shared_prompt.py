@@ -25,6 +25,7 @@ from rich.table import Table
 
 from octavo import LLM, SamplingParams
 from octavo.bench.attention import BACKENDS, Case, count_operators, prepare
+from octavo.kernels.native import ThreadPool
 from octavo.request import RequestOutput
 
 SYSTEM = """\
@@ -190,7 +191,7 @@ def served_table(llm: LLM, chats: list[Chat], took: float, most_blocks: int) -> 
 def add_launches(table: Table) -> None:
     """Operators that one layer's attention launches in a decode step of 8 sequences."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its own comings and goings
-    step = prepare(Case("decode", batch=8, queries=1, keys=512), threads=1, num_layers=1)
+    step = prepare(Case("decode", batch=8, queries=1, keys=512), ThreadPool(1), num_layers=1)
     for backend in BACKENDS:
         count = count_operators(partial(step.attend, backend, 0))
         launches = f"{count['attention']} for products and softmax, {count['other']} for the rest"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -202,3 +203,16 @@ def test_a_pad_row_is_written_nowhere(write: str) -> None:
     written = cache.key[0].abs().sum(dim=(1, 3)).flatten().nonzero().flatten().tolist()
     assert written == [2, 5]
     assert cache.value[0].sum() == 2 * 2 * 8 * 2.0
+
+
+def test_a_plan_keeps_its_threads() -> None:
+    """Nobody else need hold the pool: a plan on freed threads would read whatever lies there now."""
+    paged = build(CASE)
+    pools = [ThreadPool(2) for _ in range(8)]
+    alive = [weakref.finalize(one, list) for one in pools]
+    plans = [fused.plan(paged.meta, CASE.spec, one) for one in pools]
+    pools.clear()
+    assert all(one.alive for one in alive)
+    assert all(fused.attend(paged.q, paged.kv, plan)[0].isfinite().all() for plan in plans)
+    plans.clear()
+    assert not any(one.alive for one in alive)

@@ -69,7 +69,7 @@ NB_MODULE(_native, m) {
         },
         nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "block_size"_a, "half"_a);
 
-    nb::class_<ThreadPool>(m, "ThreadPool")
+    nb::class_<ThreadPool>(m, "ThreadPool", nb::is_weak_referenceable())
         .def(
             "__init__",
             [](ThreadPool* self, int num_threads) { new (self) ThreadPool(check_threads(num_threads)); },
@@ -87,7 +87,7 @@ NB_MODULE(_native, m) {
                                          pool, choose_isa(isa));
             },
             nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
-            "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 10>())
+            "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 9>())
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
         .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
         .def_prop_ro("keys_read", &AttentionPlan::keys_read)
