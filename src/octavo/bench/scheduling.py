@@ -103,7 +103,7 @@ class Load:
             self.step_and_refill()
 
     def _fill_pool(self) -> None:
-        while free := self.scheduler.stats().free_blocks:
+        while free := self.scheduler.stats.free_blocks:
             self.add(min(free, BLOCKS_EACH) * BLOCK_SIZE, 1)
             while self.scheduler.has_unfinished():
                 self.step()
@@ -119,10 +119,10 @@ def measure_case(case: Case, steps: int) -> dict[str, Any]:
     """Median, p99 and longest milliseconds of a step, with Python's garbage collection as it is."""
     load = Load(case, steps)
     load.prepare()
-    before = load.scheduler.stats()
+    before = load.scheduler.stats
     gc.collect()
     seconds = sorted(load.step_and_refill() for _ in range(steps))
-    after = load.scheduler.stats()
+    after = load.scheduler.stats
     return {
         **asdict(case),
         "steps": steps,
