@@ -1,5 +1,5 @@
-"""``octavo bench scaling``: decode steps of 1 to 128 streams over 128 to 8k tokens of context, beside what the
-machine allows, and what scheduling costs.
+"""``octavo bench scaling``: decode steps of 1 to 128 streams over 128 to 8k tokens of context, beside what
+the machine allows, and what scheduling costs.
 
 A step is ``forward`` and ``logits`` of one new token a stream; sampling and text are not in it. Contexts are
 not computed: blocks are filled with random K and V once, and no two streams share one. Steps of a cell read
@@ -62,7 +62,7 @@ TINY = ModelConfig(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=16,
+    head_dim=32,
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
@@ -171,7 +171,7 @@ def decode_batch(cell: Cell, vocab_size: int) -> ForwardBatch:
 
 
 def make_cache(config: ModelConfig, num_blocks: int) -> KVCache:
-    """A pool whose every row is written. The same noise is repeated: its values do not matter, its bytes do."""
+    """A pool whose every row is written. The same noise is repeated: only the number of bytes matters."""
     cache = KVCache(
         num_layers=config.num_layers,
         num_blocks=num_blocks,
@@ -181,7 +181,9 @@ def make_cache(config: ModelConfig, num_blocks: int) -> KVCache:
     )
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     for tensor in (cache.key, cache.value):
-        for piece in tensor.view(-1).split(noise.numel()):
+        flat = tensor.view(-1)
+        for start in range(0, flat.numel(), noise.numel()):
+            piece = flat[start : start + noise.numel()]
             piece.copy_(noise[: piece.numel()])
     return cache
 
@@ -264,7 +266,7 @@ def measure_read(cache: KVCache, pool: ThreadPool, rounds: int) -> list[float]:
 
 
 def measure_products(pool: ThreadPool, rounds: int, size: int) -> dict[str, list[float]]:
-    """Floating-point operations a second: torch's ``size``^3 matmul, and our linear on a quarter of the rows."""
+    """FLOP/s: torch's ``size``^3 matmul, and our linear on a quarter of the rows."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     linear = PackedLinear(size, {"w": size}, pool)
     linear.pack("w", StoredMatrix.of(b))

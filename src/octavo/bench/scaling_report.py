@@ -90,7 +90,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     all_axes[0][0].set_ylabel("tokens/s, all streams")
     speeds = result["speeds"]
     figure.suptitle(
-        f"Decoding, {result['model']}, {result['threads']} threads, {result['machine']['cpu']}, float32 K and V\n"
+        f"Decoding, {result['model']}, float32 K and V; "
+        f"{result['threads']} threads, {result['machine']['cpu']}\n"
         f"bound: {speeds['read_gb_per_s']:.1f} GB/s read, {speeds['gflop_per_s']:.0f} GFLOP/s",
         fontsize=11,
     )
