@@ -62,7 +62,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     panels = result["weights"]
     figure, all_axes = plt.subplots(
@@ -82,11 +82,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xticks(streams)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.set_xlabel("streams")
         axes.set_title(f"weights={weights}")
         axes.grid(True, which="major", alpha=0.3)
-        axes.legend(title="context of a stream", fontsize=8)
+        axes.legend(title="context of a stream", fontsize=8, loc="lower right")
     all_axes[0][0].set_ylabel("tokens/s, all streams")
     speeds = result["speeds"]
     figure.suptitle(
