@@ -323,7 +323,8 @@ def measure_bmm_beside_matmul(rounds: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
+def torch_threads(threads: int) -> Iterator[None]:
+    """torch on ``threads`` threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -339,7 +340,7 @@ def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> 
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     pool = ThreadPool(threads)
-    with _torch_threads(threads), torch.inference_mode():
+    with torch_threads(threads), torch.inference_mode():
         # glibc takes big temporaries afresh from the system until a bigger one was freed once. In a
         # process that has loaded a model that has happened; without it the gathers pay for page faults.
         torch.ones(31 << 18)

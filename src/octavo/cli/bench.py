@@ -18,7 +18,9 @@ from octavo.weights.hub import DEFAULT_MODEL
 if TYPE_CHECKING:
     from rich.console import Console
 
-app = typer.Typer(help="Measure attention, throughput and quality; each prints a table and writes JSON.")
+app = typer.Typer(
+    help="Measure attention, scaling, throughput and quality; each prints a table and writes JSON."
+)
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
@@ -50,6 +52,38 @@ def attention(
             command=command_line(),
             output=out,
             rounds=rounds,
+            quick=quick,
+            console=_console(),
+        )
+
+
+@app.command("scaling")
+def scaling(
+    model: opt.Model = DEFAULT_MODEL,
+    token_budget: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Skip what holds more tokens of context together.")
+    ] = 262_144,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny random model and a few cells, to see that it runs.")
+    ] = False,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What more streams and longer contexts cost, beside what the machine allows.
+
+    Decode steps of 1 to 128 streams over 128 to 8,192 tokens, and the host's cost of scheduling.
+    """
+    from octavo.bench.scaling import bench_scaling
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        bench_scaling(
+            model,
+            threads=threads or usable_cpus(),
+            command=command_line(),
+            token_budget=token_budget,
+            output=out,
             quick=quick,
             console=_console(),
         )

@@ -13,7 +13,7 @@ from octavo.kernels import layer as kernel
 from octavo.kernels.api import KVLayer
 from octavo.kernels.layer import LayerShape, NativeLayer, NormWeights
 from octavo.kernels.linear import PackedLinear, StoredMatrix
-from octavo.kernels.native import ThreadPool
+from octavo.kernels.native import ThreadPool, _native
 from octavo.models import parts
 from octavo.models.rope import RopeTable
 
@@ -93,6 +93,12 @@ class NativeDecoder:
             name: (linear.parts[part], linear.inputs) for name, (linear, part) in self._matrices.items()
         }
         return matrices | {name: tuple(vector.shape) for name, (vector, _) in self._vectors.items()}
+
+    def step_matrices(self) -> list[_native.PackedWeight]:
+        """What every step reads whole: the layers' matrices and the head, but not tables read row by row."""
+        self._ready()
+        linears = [linear for projections, _ in self._layers for linear, _ in projections.values()]
+        return [weight for linear in (*linears, self._head) for weight in linear.weights]
 
     def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
         """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
