@@ -21,6 +21,9 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Values of which one maximum is kept: finds the places of the largest values without sorting.
 constexpr int64_t kBlock = 64;
 constexpr int kLanes = 8;
+// Bins of float32 from 0 to 1 by sign, exponent and the highest 5 bits of the fraction.
+constexpr int kBinShift = 18;
+constexpr int64_t kNumBins = (int64_t(0x3f800000) >> kBinShift) + 1;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -96,13 +99,15 @@ inline uint32_t mix(uint32_t h, uint32_t word) {
     return h ^ (h >> 16);
 }
 
-// A uniform number in (0, 1).
-inline float uniform(const uint32_t key[2], uint32_t id) {
+// In (0, 1]: what is next to 1 rounds to it.
+inline float hashed(const uint32_t key[2], uint32_t id) {
     const uint32_t h = mix(mix(id * 0x9E3779B1u, key[0]), key[1]);
     // Vectors convert signed integers only. Both halves are exact, and their sum rounds once.
-    const float u = (float(int32_t(h >> 16)) * 65536.0f + float(int32_t(h & 0xffff)) + 0.5f) * 0x1p-32f;
-    return u < 1.0f - 0x1p-24f ? u : 1.0f - 0x1p-24f;
+    return (float(int32_t(h >> 16)) * 65536.0f + float(int32_t(h & 0xffff)) + 0.5f) * 0x1p-32f;
 }
+
+// A uniform number in (0, 1).
+inline float uniform(const uint32_t key[2], uint32_t id) { return std::min(hashed(key, id), 1.0f - 0x1p-24f); }
 
 // A small u, which decides whether an improbable token wins, keeps its precision in log1p.
 float noise(float u) { return float(-std::log(-std::log1p(-double(u)))); }
@@ -112,7 +117,7 @@ float noise(float u) { return float(-std::log(-std::log1p(-double(u)))); }
 OCTAVO_WIDE void bound(const float* y, const int32_t* ids, int64_t n, const uint32_t* key, float* out) {
     const uint32_t words[2] = {key[0], key[1]};
     for (int64_t i = 0; i < n; ++i) {
-        const float u = uniform(words, uint32_t(ids[i]));
+        const float u = hashed(words, uint32_t(ids[i]));
         int32_t bits;
         std::memcpy(&bits, &u, sizeof bits);
         out[i] = y[i] + (float((127 << 23) - bits) * 0x1.62e43p-24f + 1e-4f);
@@ -128,8 +133,10 @@ OCTAVO_WIDE bool any_at_least(const float* x, int64_t n, float value) {
 struct Scratch {
     explicit Scratch(int64_t width)
         : y(new float[width]), weights(new float[width]), sorted(new float[width]),
-          maxima(new float[num_blocks(width)]), maxima_copy(new float[num_blocks(width)]), ids(new int32_t[width]) {}
+          maxima(new float[num_blocks(width)]), maxima_copy(new float[num_blocks(width)]), bins(new double[kNumBins]),
+          ids(new int32_t[width]) {}
     std::unique_ptr<float[]> y, weights, sorted, maxima, maxima_copy;
+    std::unique_ptr<double[]> bins;
     std::unique_ptr<int32_t[]> ids;
 };
 
@@ -173,28 +180,52 @@ int64_t keep_largest(const float* x, int64_t n, int64_t k, Scratch& s) {
     return kept;
 }
 
-// The weight at which the falling weights' sum, added one by one in float64, reaches top_p of all;
-// ``present`` of the n tokens are not forbidden.
-float last_weight(const float* weights, int64_t n, int64_t present, double top_p, float* sorted) {
-    const double total = sum(weights, n);
-    // All tokens below this weigh less than 1 - top_p together, so none of them is kept: not sorted.
-    const double floor = (1.0 - top_p) * total / double(present);
-    int64_t count = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        sorted[count] = weights[i];
-        count += double(weights[i]) >= floor;
-    }
+// The weight at which the falling weights' sum in float64 reaches top_p of all. The weights' highest bits
+// are bins; the one in which it happens is halved by value, always towards where it happens.
+float last_weight(const float* weights, int64_t n, double top_p, float* sorted, double* bins) {
+    const double goal = top_p * sum(weights, n);
+    const auto bin = [](float weight) {
+        uint32_t bits;
+        std::memcpy(&bits, &weight, sizeof bits);
+        return bits >> kBinShift;
+    };
+    std::fill_n(bins, kNumBins, 0.0);
+    for (int64_t i = 0; i < n; ++i) bins[bin(weights[i])] += double(weights[i]);
     double reached = 0.0;
-    for (int64_t begin = 0, size = 64; begin < count; begin += size, size *= 4) {
-        const int64_t end = std::min(begin + size, count);
-        if (end < count) std::nth_element(sorted + begin, sorted + end, sorted + count, std::greater<float>());
-        std::sort(sorted + begin, sorted + end, std::greater<float>());
-        for (int64_t i = begin; i < end; ++i) {
-            reached += double(sorted[i]);
-            if (reached >= top_p * total) return sorted[i];
+    int64_t place = kNumBins - 1, last = place;  // last: the lowest that weighs anything
+    for (; place >= 0; --place) {
+        if (bins[place] == 0.0) continue;
+        last = place;
+        if (reached + bins[place] >= goal) break;
+        reached += bins[place];
+    }
+    // Rounding may leave the sum of all short of a goal that is nearly all: the last token is reached then.
+    const bool all = place < 0;
+
+    int64_t end = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        sorted[end] = weights[i];
+        end += bin(weights[i]) == uint32_t(last);
+    }
+    if (all) return *std::min_element(sorted, sorted + end);
+    int64_t begin = 0;
+    while (end - begin > kBlock) {
+        const int64_t middle = begin + (end - begin) / 2;
+        std::nth_element(sorted + begin, sorted + middle, sorted + end, std::greater<float>());
+        const double upper = sum(sorted + begin, middle - begin);
+        if (reached + upper >= goal) {
+            end = middle;
+        } else {
+            reached += upper;
+            begin = middle;
         }
     }
-    return sorted[count - 1];
+    std::sort(sorted + begin, sorted + end, std::greater<float>());
+    for (int64_t i = begin; i < end; ++i) {
+        reached += double(sorted[i]);
+        if (reached >= goal) return sorted[i];
+    }
+    return sorted[end - 1];
 }
 
 int64_t draw_row(const float* x, int64_t n, const DrawParams& p, Scratch& s, const Isa& isa) {
@@ -218,9 +249,7 @@ int64_t draw_row(const float* x, int64_t n, const DrawParams& p, Scratch& s, con
         isa.exp(y, count, weights);
         float least = p.min_p;
         if (p.top_p < 1.0) {
-            int64_t present = 0;
-            for (int64_t i = 0; i < count; ++i) present += y[i] > -kInfinity;
-            least = std::max(least, last_weight(weights, count, present, p.top_p, s.sorted.get()));
+            least = std::max(least, last_weight(weights, count, p.top_p, s.sorted.get(), s.bins.get()));
         }
         int64_t kept = 0;
         for (int64_t i = 0; i < count; ++i) {
