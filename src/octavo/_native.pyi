@@ -173,6 +173,30 @@ def write_kv(
 def exp(x: int, n: int, out: int, isa: str) -> None: ...
 def read_memory(data: int, bytes: int, pool: ThreadPool) -> int: ...
 
+class DrawParams:
+    """One row's parameters; ``top_k`` has no effect unless it is above 0."""
+
+    def __init__(
+        self, *, temperature: float, top_k: int, top_p: float, min_p: float, key: tuple[int, int]
+    ) -> None: ...
+
+def best(*, rows: list[int], width: int, value: int, id: int, pool: ThreadPool) -> None: ...
+def draw(
+    *, rows: list[int], width: int, params: list[DrawParams], id: int, pool: ThreadPool, isa: str
+) -> None: ...
+def gumbel(*, key: tuple[int, int], ids: int, n: int, out: int) -> None: ...
+def score(
+    *,
+    rows: list[int],
+    width: int,
+    targets: int,
+    num_best: int,
+    max_best: int,
+    out: tuple[int, int, int],
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
+
 _Heads = tuple[int, int, int, int]
 
 class TopkShape:

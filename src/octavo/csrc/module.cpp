@@ -11,6 +11,7 @@
 #include "layer_module.h"
 #include "linear.h"
 #include "plan.h"
+#include "sample.h"
 #include "topk_bind.h"
 
 namespace nb = nanobind;
@@ -40,6 +41,14 @@ int check_threads(int num_threads) {
     if (num_threads < 1 || num_threads > 1024)
         throw std::invalid_argument("num_threads must be between 1 and 1024, got " + std::to_string(num_threads));
     return num_threads;
+}
+
+Rows make_rows(const std::vector<uintptr_t>& addresses, int64_t width) {
+    if (width < 1 || width >= (int64_t(1) << 31))
+        throw std::invalid_argument("rows of logits need 1 to 2^31 - 1 values, got " + std::to_string(width));
+    Rows rows{{}, width};
+    for (const uintptr_t address : addresses) rows.rows.push_back(at<const float>(address));
+    return rows;
 }
 
 }  // namespace
@@ -176,6 +185,60 @@ NB_MODULE(_native, m) {
             return read_memory(at<const void>(data), bytes, pool, kernels);
         },
         "data"_a, "bytes"_a, "pool"_a);
+
+    nb::class_<DrawParams>(m, "DrawParams")
+        .def(
+            "__init__",
+            [](DrawParams* self, float temperature, int64_t top_k, double top_p, float min_p,
+               const std::tuple<uint32_t, uint32_t>& key) {
+                if (!(temperature > 0.0f)) throw std::invalid_argument("a draw needs a temperature above 0");
+                new (self) DrawParams{temperature, top_k, top_p, min_p, {std::get<0>(key), std::get<1>(key)}};
+            },
+            nb::kw_only(), "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "key"_a);
+
+    m.def(
+        "best",
+        [](const std::vector<uintptr_t>& rows, int64_t width, uintptr_t value, uintptr_t id, ThreadPool& pool) {
+            const Rows logits = make_rows(rows, width);
+            nb::gil_scoped_release release;
+            best(logits, at<float>(value), at<int64_t>(id), pool);
+        },
+        nb::kw_only(), "rows"_a, "width"_a, "value"_a, "id"_a, "pool"_a);
+
+    m.def(
+        "draw",
+        [](const std::vector<uintptr_t>& rows, int64_t width, const std::vector<const DrawParams*>& params,
+           uintptr_t id, ThreadPool& pool, const std::string& isa) {
+            const Rows logits = make_rows(rows, width);
+            if (params.size() != rows.size()) throw std::invalid_argument("a draw needs parameters for every row");
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            draw(logits, params, at<int64_t>(id), pool, kernels);
+        },
+        nb::kw_only(), "rows"_a, "width"_a, "params"_a, "id"_a, "pool"_a, "isa"_a);
+
+    m.def(
+        "gumbel",
+        [](const std::tuple<uint32_t, uint32_t>& key, uintptr_t ids, int64_t n, uintptr_t out) {
+            const uint32_t words[2] = {std::get<0>(key), std::get<1>(key)};
+            gumbel(words, at<const int64_t>(ids), n, at<float>(out));
+        },
+        nb::kw_only(), "key"_a, "ids"_a, "n"_a, "out"_a);
+
+    m.def(
+        "score",
+        [](const std::vector<uintptr_t>& rows, int64_t width, uintptr_t targets, uintptr_t num_best,
+           int64_t max_best, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& out, ThreadPool& pool,
+           const std::string& isa) {
+            const Rows logits = make_rows(rows, width);
+            const ScoreArgs args{at<const int64_t>(targets),     at<const int64_t>(num_best),
+                                 max_best,                       at<int64_t>(std::get<0>(out)),
+                                 at<int64_t>(std::get<1>(out)), at<double>(std::get<2>(out))};
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            score(logits, args, pool, kernels);
+        },
+        nb::kw_only(), "rows"_a, "width"_a, "targets"_a, "num_best"_a, "max_best"_a, "out"_a, "pool"_a, "isa"_a);
 
     bind_layer(m);
     bind_topk(m);

@@ -127,12 +127,14 @@ class Runner:
             targets = [prompt[share.start + i + 1] for i in rows]
             num_best = [share.request.params.prompt_logprobs or 0] * len(rows)
             logits = self.model.logits(hidden[rows.start : rows.stop])
-            for i, entry in zip(rows, sampler.score(logits, targets, num_best, self.vocab_size), strict=True):
+            scored = sampler.score(logits, targets, num_best, self.vocab_size, self.attention.pool)
+            for i, entry in zip(rows, scored, strict=True):
                 entries[share.start + i + 1] = entry
         result.prompt_logprobs[share.request.id] = entries
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[Request], result: StepResult) -> None:
-        sampled = sampler.sample(logits, [_sampling_row(r) for r in requests], self.vocab_size)
+        rows = [_sampling_row(r) for r in requests]
+        sampled = sampler.sample(logits, rows, self.vocab_size, self.attention.pool)
         for i, request in enumerate(requests):
             if request.id in result.errors:
                 continue
@@ -200,9 +202,11 @@ def _sampling_row(request: Request) -> sampler.SamplingRow:
 
 def _find_non_finite(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest], result: StepResult) -> None:
     """A NaN in a prompt's hidden states means NaN in its K and V: it must not reach the prefix cache."""
-    if torch.isfinite(hidden.sum()):
-        return
-    finite = torch.isfinite(hidden).all(dim=-1)
+    values = hidden.numpy(force=True)  # numpy's sum starts no threads, which would wait on the pool's cores
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(values.sum()):
+            return
+    finite = np.isfinite(values).all(axis=-1)
     first = 0
     for share in scheduled:
         if not finite[first : first + share.num_tokens].all():

@@ -8,12 +8,16 @@ The draw is the Gumbel-max trick: the token with the largest ``logit / temperatu
 the noise of a token is a hash of (seed, choice, output position, token id). It needs no state that
 a preemption would have to save, no order among equal tokens, and a logit that moves by a rounding
 error changes the token with a probability of that size only.
+Tokens as probable as the last one that top_k or top_p keeps are kept too: nothing depends on an order
+of ties. The choice over a batch is native (``octavo.kernels.sample``); what moves logits, which few
+requests ask for, is numpy's, on a copy of the row.
 Source: E. J. Gumbel, 1954; C. J. Maddison et al., "A* Sampling", 2014, section 2.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.kernels import sample as kernel
+from octavo.kernels.native import ThreadPool
 from octavo.request import Logprob, SamplingParams
 
 #: Reported in place of -inf, which JSON cannot carry.
@@ -54,69 +60,92 @@ class SampledTokens:
     errors: list[str | None]
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int) -> SampledTokens:
+def sample(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int, pool: ThreadPool
+) -> SampledTokens:
     """Choose one token per row.
 
     ``logits`` is [n, width] float32, one row per entry of ``rows``, and is left as it was; ids from
     ``vocab_size`` on (a head that was padded wider than the tokenizer) are never chosen. Rows whose
     logits hold a NaN or an infinity where the best should be get an error, not a token.
     """
-    logits = logits[:, :vocab_size]
-    best, best_ids = logits.max(dim=-1)
-    usable = torch.isfinite(best).tolist()
-    tokens = best_ids.tolist()
-    errors: list[str | None] = [None if ok else NOT_FINITE for ok in usable]
-    for i, row in enumerate(rows):
-        if errors[i] is None and not (row.params.greedy and _is_plain(row)):
-            tokens[i] = _choose(logits[i].numpy(force=True).copy(), row)
-        if tokens[i] < 0:
-            errors[i] = NOTHING_LEFT
-        if errors[i] is not None:
+    table = _table(logits, vocab_size)
+    values, ids = kernel.best(table, pool)
+    tokens: list[int] = ids.tolist()
+    errors: list[str | None] = [None if ok else NOT_FINITE for ok in np.isfinite(values).tolist()]
+    usable = [i for i, error in enumerate(errors) if error is None]
+    moved = {i: _moved(table[i], rows[i]) for i in usable if not _is_plain(rows[i])}
+    if moved:
+        values, ids = kernel.best(list(moved.values()), pool)
+        for i, value, token in zip(moved, values.tolist(), ids.tolist(), strict=True):
+            tokens[i] = token
+            if not math.isfinite(value):
+                errors[i] = NOTHING_LEFT if value == -math.inf else NOT_FINITE
+
+    drawn = [i for i in usable if errors[i] is None and not rows[i].params.greedy]
+    ids = kernel.draw([moved.get(i, table[i]) for i in drawn], [_draw(rows[i]) for i in drawn], pool)
+    for i, token in zip(drawn, ids.tolist(), strict=True):
+        tokens[i] = token
+    for i, error in enumerate(errors):
+        if error is not None:
             tokens[i] = -1
 
     logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
-    asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and errors[i] is None]
-    if asked:
-        found = score(
-            logits[asked],
-            [tokens[i] for i in asked],
-            [rows[i].params.logprobs or 0 for i in asked],
-            vocab_size,
-        )
-        for i, entry in zip(asked, found, strict=True):
-            logprobs[i] = entry
+    asked = [i for i in usable if errors[i] is None and rows[i].params.logprobs is not None]
+    found = _score(
+        [table[i] for i in asked],
+        [tokens[i] for i in asked],
+        [rows[i].params.logprobs or 0 for i in asked],
+        pool,
+    )
+    for i, entry in zip(asked, found, strict=True):
+        logprobs[i] = entry
     return SampledTokens(tokens, logprobs, errors)
 
 
 def score(
-    logits: torch.Tensor, targets: Sequence[int], num_best: Sequence[int], vocab_size: int
+    logits: torch.Tensor,
+    targets: Sequence[int],
+    num_best: Sequence[int],
+    vocab_size: int,
+    pool: ThreadPool,
 ) -> list[dict[int, Logprob]]:
     """Log-probabilities of the model itself, before temperature, penalties and bias.
 
     For row i of ``logits`` [n, width]: the ``num_best[i]`` best tokens, best first (equal ones by
     id), and then ``targets[i]`` if it is not among them. The softmax is over the ids below
     ``vocab_size``. Values are finite: ``LOGPROB_FLOOR`` stands for anything below it.
+
+    Raises ValueError for a row with a NaN or a maximum that is not finite.
     """
-    table = torch.log_softmax(logits[:, :vocab_size].float(), dim=-1).numpy(force=True)
-    return [_report(*row) for row in zip(table, targets, num_best, strict=True)]
+    return _score(_table(logits, vocab_size), targets, num_best, pool)
 
 
-def _report(logprobs: np.ndarray, target: int, num_best: int) -> dict[int, Logprob]:
-    num_best = min(num_best, logprobs.size)
-    ids: list[int] = []
-    if num_best:
-        threshold = np.partition(logprobs, -num_best)[-num_best]
-        candidates = np.flatnonzero(logprobs >= threshold)
-        ids = candidates[np.argsort(-logprobs[candidates], kind="stable")][:num_best].tolist()
-    if target not in ids:
-        ids.append(target)
-    return {
-        i: Logprob(
-            logprob=max(float(logprobs[i]), LOGPROB_FLOOR),
-            rank=1 + int(np.count_nonzero(logprobs > logprobs[i])),
+def _table(logits: torch.Tensor, vocab_size: int) -> np.ndarray:
+    """[n, vocab_size] on the CPU; the logits' own memory where they are there. numpy starts no threads."""
+    table: np.ndarray = logits.numpy(force=True)[:, :vocab_size]
+    return table
+
+
+def _score(
+    rows: kernel.Rows, targets: Sequence[int], num_best: Sequence[int], pool: ThreadPool
+) -> list[dict[int, Logprob]]:
+    capped = [min(count, row.size) for count, row in zip(num_best, rows, strict=True)]
+    scores = kernel.score(rows, targets, capped, pool)
+    found = []
+    for i, count in enumerate(capped):
+        end = count + 1
+        entries = zip(
+            scores.ids[i, :end].tolist(),
+            scores.logprobs[i, :end].tolist(),
+            scores.ranks[i, :end].tolist(),
+            strict=True,
         )
-        for i in ids
-    }
+        entry = {token: Logprob(logprob=max(x, LOGPROB_FLOOR), rank=rank) for token, x, rank in entries}
+        if any(math.isnan(e.logprob) for e in entry.values()):
+            raise ValueError(NOT_FINITE)
+        found.append(entry)
+    return found
 
 
 def _is_plain(row: SamplingRow) -> bool:
@@ -131,26 +160,15 @@ def _is_plain(row: SamplingRow) -> bool:
     )
 
 
-def _choose(x: np.ndarray, row: SamplingRow) -> int:
-    """The token of one row; ``x`` [vocab] float32 is overwritten. -1 when every token is forbidden."""
-    p = row.params
-    if p.logit_bias:
-        for token_id, bias in p.logit_bias.items():
-            x[token_id] += bias
+def _moved(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
+    """A copy of ``logits`` [vocab] after logit_bias, the penalties and the min_tokens mask."""
+    x = logits.copy()
+    for token_id, bias in (row.params.logit_bias or {}).items():
+        x[token_id] += bias
     _penalize(x, row)
-    if len(row.output_token_ids) < p.min_tokens:
+    if len(row.output_token_ids) < row.params.min_tokens:
         x[list(row.end_token_ids)] = -np.inf
-    top = x.max()
-    if top == -np.inf:
-        return -1
-    if p.greedy:
-        return int(x.argmax())
-
-    x -= top
-    x /= np.float32(p.temperature)
-    ids = _keep(x, p)
-    key = noise_key(row.seed, row.choice, len(row.output_token_ids))
-    return int(ids[np.argmax(x[ids] + gumbel(key, ids))])
+    return x
 
 
 def _penalize(x: np.ndarray, row: SamplingRow) -> None:
@@ -165,49 +183,18 @@ def _penalize(x: np.ndarray, row: SamplingRow) -> None:
         x[ids] -= (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
 
 
-def _keep(x: np.ndarray, p: SamplingParams) -> np.ndarray:
-    """Ids that top_k, top_p and min_p leave, rising. ``x`` has its maximum at 0.
-
-    Tokens as probable as the last one that is kept are kept too: nothing depends on an order of ties.
-    """
-    ids = np.flatnonzero(x > -np.inf)
-    if 0 < p.top_k < ids.size:
-        values = x[ids]
-        ids = ids[values >= np.partition(values, -p.top_k)[-p.top_k]]
-    if p.top_p < 1.0:
-        weights = np.exp(x[ids])
-        total = weights.sum(dtype=np.float64)
-        # All tokens below this weigh less than 1 - top_p together, so none of them is kept: not sorted.
-        falling = np.sort(weights[weights >= (1.0 - p.top_p) * total / weights.size])[::-1]
-        last = int(np.searchsorted(np.cumsum(falling, dtype=np.float64), p.top_p * total))
-        ids = ids[weights >= falling[min(last, falling.size - 1)]]
-    if p.min_p > 0.0:
-        ids = ids[np.exp(x[ids]) >= np.float32(p.min_p)]
-    return ids
+def _draw(row: SamplingRow) -> kernel.Draw:
+    p = row.params
+    return kernel.Draw(
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        key=noise_key(row.seed, row.choice, len(row.output_token_ids)),
+    )
 
 
 def noise_key(seed: int, choice: int, position: int) -> tuple[int, int]:
     """Two 32-bit words from (seed, choice, output position)."""
     digest = hashlib.sha256(struct.pack("<qqq", seed, choice, position)).digest()
     return struct.unpack_from("<II", digest)
-
-
-def gumbel(key: tuple[int, int], ids: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise, float32, one value per token id; a pure function of (key, id).
-
-    The id is mixed with both words of the key by the finalizer of MurmurHash3 (A. Appleby, public
-    domain); the 32 bits are a uniform number u in (0, 1), and the noise is -log(-log(1 - u)), the
-    form in which a small u, which decides whether an improbable token wins, keeps its precision.
-    """
-    h = ids.astype(np.uint32) * np.uint32(0x9E3779B1)
-    for word in key:
-        h ^= np.uint32(word)
-        h ^= h >> np.uint32(16)
-        h *= np.uint32(0x85EBCA6B)
-        h ^= h >> np.uint32(13)
-        h *= np.uint32(0xC2B2AE35)
-        h ^= h >> np.uint32(16)
-    u = (h.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
-    u = np.minimum(u, np.float32(1.0 - 2.0**-24))
-    noise: np.ndarray = -np.log(-np.log1p(-u))
-    return noise
