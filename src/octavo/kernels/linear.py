@@ -91,7 +91,7 @@ class PackedLinear:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` ``[rows, inputs]`` float32, ``bias`` ``[outputs]``, ``residual`` and result ``[rows, outputs]``."""
+        """``x`` ``[rows, inputs]`` float32; ``bias`` ``[outputs]``; ``residual``, result ``[rows, outputs]``."""
         out = torch.empty(x.shape[0], self.outputs)
         _native.linear(
             weights=self.weights,
