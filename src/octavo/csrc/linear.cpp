@@ -10,12 +10,14 @@ namespace {
 // Rows that are computed straight from the packed weights, tile by tile; with more of them, a piece of a panel is
 // expanded to float32 first.
 constexpr int64_t kMostDirectRows = 12;
-// A piece of panels, as float32: half of a first-level cache.
+// A piece of one panel, as float32: half of a first-level cache.
 constexpr int64_t kPieceBytes = 18 << 10;
 // Rows of x whose packed form is walked again and again, for every panel: half of a second-level cache.
 constexpr int64_t kRowBlockBytes = 512 << 10;
 
 constexpr int kMostPanels = 4;
+// How many k ahead of its reads a single tile asks for memory.
+constexpr int64_t kAhead = 64;
 
 // rows into tiles of nearly equal size: tile i starts here.
 int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }
@@ -68,9 +70,11 @@ void finish(const LinearKernels& kernels, const LinearArgs& args, const Group& g
     }
 }
 
-// Lines a tile asks for every 32 k, so that `bytes` are asked for by `tiles` tiles over k.
-int prefetch_lines(int64_t bytes, int64_t tiles, int64_t k) {
-    return int(divide_up(divide_up(bytes, 64), tiles * divide_up(k, 32)));
+// Tile t of `tiles`, with a kernel for `type`, asks for its share of `bytes` at `next`, of every panel.
+void ask_for(TileTask* task, WeightType type, const uint8_t* next, int64_t bytes, int64_t t, int64_t tiles) {
+    const int64_t times = divide_up(task->k, kAskEvery[int(type)]);
+    task->prefetch_lines = int(divide_up(divide_up(bytes, 64), tiles * times));
+    task->prefetch = next + t * task->prefetch_lines * times * 64;
 }
 
 void direct_group(const LinearKernels& kernels, const LinearArgs& args, const Group& group) {
@@ -86,12 +90,13 @@ void direct_group(const LinearKernels& kernels, const LinearArgs& args, const Gr
             const int64_t row = tile_start(args.rows, tiles, t);
             const int rows = int(tile_start(args.rows, tiles, t + 1) - row);
             TileTask task{base, weight.panel_bytes(), k, args.x + row * args.x_stride, args.x_stride, sums,
-                          rows * kLinearPanel, true, nullptr, 0};
-            // The first tile waits for memory; the others ask for what comes after this panel.
-            if (t > 0) {
-                task.prefetch_lines = prefetch_lines(panels * weight.panel_bytes(), tiles - 1, k);
-                task.prefetch = base + panels * weight.panel_bytes() +
-                                (t - 1) * task.prefetch_lines * divide_up(k, 32) * 64;
+                          rows * kLinearPanel, true, nullptr, weight.panel_bytes(), 0};
+            if (tiles > 1) {
+                // The tiles share in asking for the next panels, while these are in the cache.
+                ask_for(&task, weight.type(), base + panels * weight.panel_bytes(), weight.panel_bytes(), t, tiles);
+            } else if (kUnits[int(weight.type())].k > 2) {
+                // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
+                ask_for(&task, weight.type(), base + weight.panel_bytes() * kAhead / k, weight.panel_bytes(), 0, 1);
             }
             table[rows - 1][wide](task);
             finish(kernels, args, group, panel, panels, row, rows, sums, task.sums_panel);
@@ -120,7 +125,7 @@ void packed_group(const LinearKernels& kernels, const LinearArgs& args, const Gr
         // Whole units, and pieces of nearly equal length.
         const int64_t step = std::max(unit.k, 32);
         const int64_t steps = divide_up(weight.inputs(), step);
-        const int64_t most_steps = std::max<int64_t>(1, kPieceBytes / (panels * kLinearPanel * 4 * step));
+        const int64_t most_steps = std::max<int64_t>(1, kPieceBytes / (kLinearPanel * 4 * step));
         const int64_t pieces = divide_up(steps, most_steps);
         float* sums = scratch(panels * kLinearPanel * (rows + divide_up(steps, pieces) * step));
         float* piece = sums + panels * kLinearPanel * rows;
@@ -134,10 +139,9 @@ void packed_group(const LinearKernels& kernels, const LinearArgs& args, const Gr
                 for (int p = 0; p < panels; ++p)
                     kernels.expand[int(weight.type())](stored + p * weight.panel_bytes(), k,
                                                        piece + p * k * kLinearPanel);
-            const int lines = prefetch_lines(stored_bytes * panels, tiles, k);
             for (int64_t t = 0; t < tiles; ++t) {
                 const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
-                const TileTask task{expand ? reinterpret_cast<const uint8_t*>(piece) : stored,
+                TileTask task{expand ? reinterpret_cast<const uint8_t*>(piece) : stored,
                                     expand ? k * kLinearPanel * 4 : weight.panel_bytes(),
                                     k,
                                     x + first * weight.inputs() + begin * count,
@@ -145,8 +149,10 @@ void packed_group(const LinearKernels& kernels, const LinearArgs& args, const Gr
                                     sums + first * kLinearPanel,
                                     rows * kLinearPanel,
                                     i == 0,
-                                    stored + stored_bytes + t * lines * divide_up(k, 32) * 64,
-                                    lines};
+                                    nullptr,
+                                    weight.panel_bytes(),
+                                    0};
+                ask_for(&task, WeightType::kF32, stored + stored_bytes, stored_bytes, t, tiles);
                 kernels.packed[count - 1][wide](task);
             }
         }
@@ -184,14 +190,14 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& a
     thread_local std::vector<float> packed;
     if (int64_t(packed.size()) < args.rows * inputs) packed.resize(size_t(args.rows * inputs));
     float* x = packed.data();
-    pool.run(blocks, [&](int, int64_t block) {
+    const int64_t most_tiles = divide_up(block_start(1), kLinearRows);
+    pool.run(blocks * most_tiles, [&](int, int64_t item) {
+        const int64_t block = item / most_tiles, t = item % most_tiles;
         const int64_t begin = block_start(block), rows = block_start(block + 1) - begin;
         const int64_t tiles = divide_up(rows, kLinearRows);
-        for (int64_t t = 0; t < tiles; ++t) {
-            const int64_t first = tile_start(rows, tiles, t), end = tile_start(rows, tiles, t + 1);
-            kernels.pack_x(args.x + (begin + first) * args.x_stride, args.x_stride, int(end - first), inputs,
-                           x + (begin + first) * inputs);
-        }
+        if (t >= tiles) return;
+        const int64_t first = begin + tile_start(rows, tiles, t), end = begin + tile_start(rows, tiles, t + 1);
+        kernels.pack_x(args.x + first * args.x_stride, args.x_stride, int(end - first), inputs, x + first * inputs);
     });
     pool.run(blocks * count, [&](int, int64_t item) {
         const int64_t begin = block_start(item / count), rows = block_start(item / count + 1) - begin;

@@ -7,7 +7,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kLanes = 8, kMostVectors = 12;
+constexpr int kLanes = 8, kMostVectors = 12, kMostVectorsBesideScales = 8;
 using Vec = __m256;
 using Int = __m256i;
 
@@ -40,7 +40,8 @@ inline Int right(Int x) {
 }
 inline Vec to_float(Int x) { return _mm256_cvtepi32_ps(x); }
 inline Vec as_float(Int x) { return _mm256_castsi256_ps(x); }
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+// GCC takes a function of nothing but a prefetch for one without effect, and drops the calls.
+inline void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
 
 #include "linear_tile.inl"
 

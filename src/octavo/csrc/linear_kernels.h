@@ -36,6 +36,8 @@ constexpr UnitLayout kUnits[kNumWeightTypes] = {
     {32, 64 + 4 * 64}, {32, 32 + 5 * 64}, {256, 64 + 8 * (32 + 4 * 64)}, {256, 32 + 8 * (32 + 6 * 64)},
 };
 
+constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 32, 32, 32, 32, 32, 32};
+
 // Some rows of x times some panels, over a range of k.
 struct TileTask {
     const uint8_t* weights;  // the first panel, at the range's first unit
@@ -46,8 +48,10 @@ struct TileTask {
     float* sums;         // row r of panel p at p * sums_panel + r * 16
     int64_t sums_panel;
     bool first;  // the sums start from 0 here
-    // Memory that will be read next: lines of 64 bytes to ask for, a piece every 32 k.
+    // Memory of the first panel that will be read later (prefetch_panel from one panel to the next), and how
+    // many lines of 64 bytes to ask for every kAskEvery[type] k.
     const uint8_t* prefetch;
+    int64_t prefetch_panel;
     int prefetch_lines;
 };
 

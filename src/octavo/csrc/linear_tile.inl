@@ -2,7 +2,8 @@
 // its unnamed namespace, after the operations it is written in:
 //   Vec: zero, set, load, store, add, mul, fma(a, b, c) = a b + c, load_half (kLanes float16)
 //   Int (32-bit lanes): load_bits, load_bytes (u8), load_signed_bytes, mask, either, left<n>, right<n>
-//   to_float (signed integers), as_float (the bits), prefetch, kLanes, kMostVectors.
+//   to_float (signed integers), as_float (the bits), prefetch, kLanes; kMostVectors, how many sums
+//   registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
 // Everything is unrolled at compile time; see linear.h for the law and linear_kernels.h for layouts.
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -210,26 +211,30 @@ struct SuperBlocks {
 using Q4_K = SuperBlocks<4, Q4KScales, 64>;
 using Q6_K = SuperBlocks<6, Q6KScales, 32>;
 
-// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() once for every 32 of them.
+// The 32 k from `start` on.
+template <class Type, int V, class F>
+OCTAVO_INLINE inline void each_of_block(const uint8_t* base, int64_t start, int64_t panel_bytes, const F& f) {
+    if constexpr (Type::kUnit == 32) {
+        Type::template each<V>(base + start / 32 * Type::kBytes, panel_bytes, f);
+    } else {
+        Type::template each_block<V>(base + start / 256 * Type::kBytes, int(start % 256 / 32), panel_bytes, f);
+    }
+}
+
+// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() once before
+// every kAskEvery of them.
 template <class Type, int V, class Ask, class F>
 OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t length, const Ask& ask, const F& f) {
-    if constexpr (Type::kUnit == 256) {
+    if constexpr (Type::kUnit > 2) {
         for (int64_t k = 0; k < length; k += 32) {
             ask();
-            Type::template each_block<V>(base + k / 256 * Type::kBytes, int(k % 256 / 32), panel_bytes,
-                                         [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
-        }
-    } else if constexpr (Type::kUnit == 32) {
-        for (int64_t k = 0; k < length; k += 32) {
-            ask();
-            Type::template each<V>(base, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
-            base += Type::kBytes;
+            each_of_block<Type, V>(base, k, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
         }
     } else {
-        constexpr int kTogether = 4;
+        constexpr int kTogether = 8;
         int64_t k = 0;
         for (; k + kTogether <= length; k += kTogether) {
-            if (k % 32 == 0) ask();
+            ask();
             unroll<0, kTogether / Type::kUnit>([&](auto unit) OCTAVO_INLINE {
                 constexpr int u = decltype(unit)::value;
                 Type::template each<V>(base + u * Type::kBytes, panel_bytes,
@@ -264,25 +269,43 @@ void tile(const TileTask& task) {
     const int64_t stride = task.x_stride;
     const uint8_t* next = task.prefetch;
     const int lines = task.prefetch_lines;
-    walk<Type, V>(
-        task.weights, task.panel_bytes, task.k,
-        [&]() OCTAVO_INLINE {
-            for (int i = 0; i < lines; ++i) prefetch(next + i * 64);
-            next += lines * 64;
-        },
-        [&](int64_t k, const Vec(&w)[V]) OCTAVO_INLINE {
-            for (int r = 0; r < R; ++r) {
-                Vec value;
-                if constexpr (Packed) {
-                    value = set(x[k * R + r]);
-                } else if (r < 3) {
-                    value = set(x[k + r * stride]);
-                } else {
-                    value = set(upper[k + (r - 3) * stride]);
-                }
-                for (int v = 0; v < V; ++v) sum[r][v] = fma(value, w[v], sum[r][v]);
+    const int64_t panel_bytes = task.panel_bytes, next_panel = task.prefetch_panel;
+    const auto ask = [&]() OCTAVO_INLINE {
+        for (int i = 0; i < lines; ++i)
+            for (int p = 0; p < P; ++p) prefetch(next + i * 64 + p * next_panel);
+        next += lines * 64;
+    };
+    const auto multiply_add = [&](int64_t k, const Vec(&w)[V]) OCTAVO_INLINE {
+        for (int r = 0; r < R; ++r) {
+            Vec value;
+            if constexpr (Packed) {
+                value = set(x[k * R + r]);
+            } else if (r < 3) {
+                value = set(x[k + r * stride]);
+            } else {
+                value = set(upper[k + (r - 3) * stride]);
             }
-        });
+            for (int v = 0; v < V; ++v) sum[r][v] = fma(value, w[v], sum[r][v]);
+        }
+    };
+    if constexpr (Type::kUnit > 2 && R * V > kMostVectorsBesideScales) {
+        // The registers hold no more than the sums: a sum that is spilled has a store and a load in its chain.
+        alignas(64) float piece[32 * V * kLanes];
+        const uint8_t* base = task.weights;
+        for (int64_t start = 0; start < task.k; start += 32) {
+            ask();
+            each_of_block<Type, V>(base, start, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
+                for (int v = 0; v < V; ++v) store(piece + (i * V + v) * kLanes, w[v]);
+            });
+            for (int i = 0; i < 32; ++i) {
+                Vec w[V];
+                for (int v = 0; v < V; ++v) w[v] = load(piece + (i * V + v) * kLanes);
+                multiply_add(start + i, w);
+            }
+        }
+    } else {
+        walk<Type, V>(task.weights, panel_bytes, task.k, ask, multiply_add);
+    }
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v)
             store(task.sums + v / kPanelVectors * task.sums_panel + r * kLinearPanel + v % kPanelVectors * kLanes,
@@ -322,14 +345,9 @@ void finish(const FinishTask& task) {
     }
 }
 
-// Rows are read four steps at a time, so that the reads of different rows overlap.
 template <int R>
 void pack_rows_of_x(const float* x, int64_t stride, int64_t k, float* out) {
-    int64_t i = 0;
-    for (; i + 8 <= k; i += 8)
-        for (int r = 0; r < R; ++r)
-            for (int j = 0; j < 8; ++j) out[(i + j) * R + r] = x[r * stride + i + j];
-    for (; i < k; ++i)
+    for (int64_t i = 0; i < k; ++i)
         for (int r = 0; r < R; ++r) out[i * R + r] = x[r * stride + i];
 }
 
