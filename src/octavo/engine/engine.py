@@ -13,7 +13,7 @@ from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step import SchedulerOutput, SchedulerStats
+from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
 from octavo.request import (
     CompletionOutput,
     Logprob,
@@ -198,6 +198,10 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs goes on with its own blocks."""
         self._scheduler.reset_prefix_cache()
+
+    def cache_view(self) -> CacheView:
+        """Every block of the KV pool, and who holds it; a copy."""
+        return self._scheduler.view()
 
     @property
     def scheduler_stats(self) -> SchedulerStats:
