@@ -204,6 +204,8 @@ class Chunks:
 def whole(form: Form, head: Head, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The answer to a call that did not ask for a stream."""
     choices = [
-        form.choice(place, output, choice) for place, output in enumerate(outputs) for choice in output.outputs
+        form.choice(place, output, choice)
+        for place, output in enumerate(outputs)
+        for choice in output.outputs
     ]
     return {**head.fields(), "choices": choices, "usage": usage(outputs)}

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
@@ -26,6 +26,9 @@ from octavo.serving.sse import ClientGoneError, EventStream, until_disconnect
 T = TypeVar("T")
 
 STATIC = Path(__file__).parent / "static"
+
+#: The page loads nothing but its own files, and runs nothing that is written into it.
+PAGE_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
 
 #: nginx's number for a client that closed its connection; nobody reads the answer.
 CLIENT_CLOSED = 499
@@ -57,12 +60,12 @@ def create_app(service: OpenAI, access: Access) -> App:
     _add_model_routes(app, service)
     _add_state_routes(app, service, bool(access.api_keys) and not access.shared_cache)
     _describe_bodies(app)
-    app.mount("/", StaticFiles(directory=STATIC, html=True, check_dir=False), name="page")
-    inner: App = BodyLimit(app, max_bytes=access.max_body, seconds=access.body_timeout)  # type: ignore[arg-type]
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    inner: App = BodyLimit(app, max_bytes=access.max_body, seconds=access.body_timeout)
     inner = ApiKeys(inner, keys=access.api_keys, shared_cache=access.shared_cache)
     # A browser asks for permission without a key, so this comes before the keys.
-    inner = CORSMiddleware(  # type: ignore[assignment]
-        inner,  # type: ignore[arg-type]
+    inner = CORSMiddleware(
+        inner,
         allow_origins=access.cors_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["Authorization", "Content-Type"],
@@ -91,7 +94,9 @@ def _caller(request: Request) -> Caller:
 
 
 def _add_model_routes(app: FastAPI, service: OpenAI) -> None:
-    async def answer(request: Request, kind: type[T], ask: Callable[[T, Caller], Awaitable[Answer]]) -> Response:
+    async def answer(
+        request: Request, kind: type[T], ask: Callable[[T, Caller], Awaitable[Answer]]
+    ) -> Response:
         parsed = await _body(request, kind)
         found = await until_disconnect(request.receive, _awaited(ask(parsed, _caller(request))))
         if found.events is not None:
@@ -148,6 +153,10 @@ async def _awaited(call: Awaitable[T]) -> T:
 
 def _add_state_routes(app: FastAPI, service: OpenAI, tenants: bool) -> None:
     engine = service.engine
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:

@@ -41,9 +41,7 @@ def look(engine: Engine, salt: str | None) -> bytes:
             "refs": view.refs,
             "cached": [int(cached) for cached in view.cached],
             "parent": view.parents,
-            "tables": [
-                _table(owner.label, owner.salt, owner.blocks, salt) for owner in view.owners
-            ],
+            "tables": [_table(owner.label, owner.salt, owner.blocks, salt) for owner in view.owners],
         }
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
     fields = {name: value for name, value in given.items() if value is not None}
     try:
         return SamplingParams(
-            **{"max_tokens": None} | fields | fixed,  # type: ignore[arg-type]
+            **{"max_tokens": None} | fields | fixed,
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
             include_stop_str_in_output=request.include_stop_str_in_output,
@@ -131,10 +132,9 @@ def split_prompts(prompt: Any) -> list[str | list[int]]:
         if not isinstance(item, str) and not (
             isinstance(item, list) and all(type(token) is int for token in item)
         ):
-            raise ApiError(
-                f"prompt[{index}] must be text or a list of token ids", param=f"prompt[{index}]"
-            )
-    return prompt
+            raise ApiError(f"prompt[{index}] must be text or a list of token ids", param=f"prompt[{index}]")
+    checked: list[str | list[int]] = prompt
+    return checked
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int) -> Prompt:
@@ -207,8 +207,7 @@ def _plain_call(call: Any) -> Any:
         return call
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        try:
+        # What a model once wrote need not be JSON: then it goes back as the text that it was.
+        with contextlib.suppress(ValueError):
             function["arguments"] = json.loads(function["arguments"])
-        except ValueError:
-            pass  # what a model once wrote need not be JSON: it goes back as the text that it was
     return {**call, "function": function}

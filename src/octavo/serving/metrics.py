@@ -76,7 +76,9 @@ class _Collector(Collector):
         yield self._gauge(f"{prefix}:num_requests_running", "Sequences that run.", stats.num_running)
         yield self._gauge(f"{prefix}:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
         yield self._gauge(
-            f"{prefix}:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", stats.used_blocks / total
+            f"{prefix}:kv_cache_usage_perc",
+            "Share of the KV blocks in use, 0 to 1.",
+            stats.used_blocks / total,
         )
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", engine.prefix_queries),

@@ -101,7 +101,9 @@ class ApiKeys:
                         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
                         401,
                         code="invalid_api_key",
-                        headers={"WWW-Authenticate": 'Bearer, Basic realm="octavo (the key is the password)"'},
+                        headers={
+                            "WWW-Authenticate": 'Bearer, Basic realm="octavo (the key is the password)"'
+                        },
                     ),
                 )
                 return

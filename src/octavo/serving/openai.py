@@ -278,9 +278,7 @@ class OpenAI:
 
     def _head(self, prefix: str, model: str, form: Form, caller: Caller, stream: bool) -> Head:
         kind = form.chunk_object if stream else form.whole_object
-        return Head(
-            id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind
-        )
+        return Head(id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind)
 
     def _log(self, caller: Caller) -> RequestLog:
         return RequestLog(caller.request_id)
@@ -306,7 +304,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
-class _limit:  # noqa: N801 - reads as a statement
+class _limit:
     """``async with``: an ApiError (408) when the call takes longer than the server allows."""
 
     def __init__(self, deadline: float, seconds: float) -> None:

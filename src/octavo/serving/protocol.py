@@ -161,11 +161,13 @@ def decode(body: bytes, kind: type[Any]) -> Any:
 def _refusal(text: str) -> ApiError:
     match = _AT.match(text)
     assert match is not None
-    what, path = match["what"], (match["path"] or "$").removeprefix("$").lstrip(".")
+    what, path = match["what"], (match["path"] or "$").removeprefix("key` in `").removeprefix("$").lstrip(".")
     unknown = _UNKNOWN.fullmatch(what)
     if unknown is not None:
         field = ".".join(part for part in (path, unknown["field"]) if part)[:100]
-        return ApiError(f"{field!r} is not a parameter of this endpoint", param=field, code="unknown_parameter")
+        return ApiError(
+            f"{field!r} is not a parameter of this endpoint", param=field, code="unknown_parameter"
+        )
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)
     if missing is not None:
         field = ".".join(part for part in (path, missing[1]) if part)

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -35,7 +35,7 @@ class ServerOptions:
     """How to serve. Times in seconds."""
 
     models: tuple[str, ...]
-    access: Access = Access()
+    access: Access = field(default_factory=Access)
     max_queue: int = 256
     max_connections: int = 1024
     request_timeout: float = 3600.0
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
-                create_app(self.service, options.access),  # type: ignore[arg-type]
+                create_app(self.service, options.access),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
