@@ -81,7 +81,7 @@ class Process:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.lines.append(line)
-            found = re.search(r"listening on (http://\S+)", line)
+            found = re.search(r"listening on (http://[\w.:]+)", line)
             if found:
                 self.url = found[1]
                 break
@@ -201,7 +201,7 @@ def test_start_says_what_is_served_in_a_few_lines(process):
 
 def test_h07_sigterm_drains_and_exits_0(folder):
     process = Process(str(folder), "--drain-timeout", "20")
-    body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": True, "temperature": 0}
+    body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True, "temperature": 0}
     with process.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
@@ -218,7 +218,8 @@ def test_two_interrupts_stop_at_once(folder):
     body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     start = time.monotonic()
     with process.http.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         process.send(signal.SIGINT)
         time.sleep(0.2)
         process.send(signal.SIGINT)

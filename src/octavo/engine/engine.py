@@ -276,6 +276,9 @@ class Engine:
             self._scheduler.finish(request, "stop", stop_reason=hit)
         if request.finished:
             self._close(entry, choice)
+        elif request.params.guide is not None:
+            # Its mask for the next token is made while the next step runs.
+            request.params.guide.advance(request.choice, request.output_token_ids)
 
     def _note_token_time(self, entry: _Entry, choice: _Choice, now: float) -> None:
         self.metrics.generation_tokens += 1

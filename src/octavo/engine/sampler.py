@@ -1,8 +1,9 @@
 """From logits to token ids and log-probabilities.
 
 A row is a function of its own logits and parameters alone; whatever else is in the batch changes
-nothing. The order of operations: logit_bias, penalties, the min_tokens mask, and then either the
-best token (greedy rows never see a temperature) or temperature, top_k, top_p, min_p and a draw.
+nothing. The order of operations: logit_bias, penalties, the min_tokens mask, the guide's mask, and
+then either the best token (greedy rows never see a temperature) or temperature, top_k, top_p, min_p
+and a draw.
 
 The draw is the Gumbel-max trick: the token with the largest ``logit / temperature + noise``, where
 the noise of a token is a hash of (seed, choice, output position, token id). It needs no state that
@@ -21,13 +22,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.request import Logprob, SamplingParams
+from octavo.request import Guide, Logprob, SamplingParams
 
 #: Reported in place of -inf, which JSON cannot carry.
 LOGPROB_FLOOR = -9999.0
 
 NOT_FINITE = "the model's logits for this request are not finite"
-NOTHING_LEFT = "logit_bias and min_tokens together forbid every token of the vocabulary"
+NOTHING_LEFT = "logit_bias, min_tokens and the grammar together forbid every token of the vocabulary"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class SampledTokens:
     errors: list[str | None]
 
 
+class GuideError(ValueError):
+    """A guide that failed; costs its own request only."""
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int) -> SampledTokens:
     """Choose one token per row.
 
@@ -68,7 +73,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int) -
     errors: list[str | None] = [None if ok else NOT_FINITE for ok in usable]
     for i, row in enumerate(rows):
         if errors[i] is None and not (row.params.greedy and _is_plain(row)):
-            tokens[i] = _choose(logits[i].numpy(force=True).copy(), row)
+            try:
+                tokens[i] = _choose(logits[i].numpy(force=True).copy(), row)
+            except GuideError as error:
+                errors[i] = str(error)
         if tokens[i] < 0:
             errors[i] = NOTHING_LEFT
         if errors[i] is not None:
@@ -123,7 +131,8 @@ def _is_plain(row: SamplingRow) -> bool:
     """True when nothing moves the row's logits before the best one is taken."""
     p = row.params
     return not (
-        p.logit_bias
+        p.guide is not None
+        or p.logit_bias
         or p.repetition_penalty != 1.0
         or p.presence_penalty
         or p.frequency_penalty
@@ -140,6 +149,8 @@ def _choose(x: np.ndarray, row: SamplingRow) -> int:
     _penalize(x, row)
     if len(row.output_token_ids) < p.min_tokens:
         x[list(row.end_token_ids)] = -np.inf
+    if p.guide is not None:
+        x[~_allowed(p.guide, row, x.size)] = -np.inf
     top = x.max()
     if top == -np.inf:
         return -1
@@ -151,6 +162,16 @@ def _choose(x: np.ndarray, row: SamplingRow) -> int:
     ids = _keep(x, p)
     key = noise_key(row.seed, row.choice, len(row.output_token_ids))
     return int(ids[np.argmax(x[ids] + gumbel(key, ids))])
+
+
+def _allowed(guide: Guide, row: SamplingRow, size: int) -> np.ndarray:
+    """[size] bool. A guide that knows fewer tokens forbids the rest."""
+    try:
+        bits = guide.allowed(row.choice, row.output_token_ids)
+    except Exception as error:
+        raise GuideError(f"the grammar failed: {error}") from error
+    mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little", count=size)
+    return mask.astype(bool)
 
 
 def _penalize(x: np.ndarray, row: SamplingRow) -> None:

@@ -185,9 +185,10 @@ class Chunks:
             if sent.ended:
                 continue
             pieces = list(self.form.pieces(place, output, choice, sent))
+            sent.characters = len(choice.text)
             if not pieces:
                 continue
-            sent.characters, sent.tokens = len(choice.text), len(choice.token_ids)
+            sent.tokens = len(choice.token_ids)
             sent.started, sent.ended = True, choice.finish_reason is not None
             for piece in pieces:
                 yield self._chunk([piece], None)

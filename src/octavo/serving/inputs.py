@@ -8,13 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.request import MAX_N, SamplingParams
 from octavo.serving.errors import ApiError
-from octavo.serving.protocol import ChatRequest, CompletionRequest, Sampling
+from octavo.serving.protocol import ChatRequest, CompletionRequest, Sampling, Tool
 from octavo.tokenizer import Tokenizer, TokenizerError
 
 #: Choices of one call, over all of its prompts.
 MAX_CHOICES = MAX_N
+MAX_TOOLS = 128
 #: The longest tokens of real vocabularies are runs of some 130 spaces or dashes.
 MAX_CHARACTERS_PER_TOKEN = 256
 
@@ -105,6 +108,42 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     return sampling_params(request, **fixed)
 
 
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a chat may call. ``forced``: the functions of which one must be called, or none."""
+
+    offered: tuple[Tool, ...] = ()
+    forced: tuple[str, ...] = ()
+
+
+def tool_use(request: ChatRequest) -> ToolUse:
+    """``tools`` and ``tool_choice`` together. Raises ApiError for a choice that is not among the tools."""
+    tools, choice = tuple(request.tools or ()), request.tool_choice
+    names = tuple(tool.function.name for tool in tools)
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise ApiError(f'tools[{index}].type must be "function"', param=f"tools[{index}].type")
+    if len(tools) > MAX_TOOLS:
+        raise ApiError(f"at most {MAX_TOOLS} tools are allowed, got {len(tools)}", param="tools")
+    if choice == "none" or (choice in (None, "auto") and not tools):
+        return ToolUse()
+    if choice in (None, "auto"):
+        return ToolUse(tools)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name in names:
+            return ToolUse(tools, (name,))
+        raise ApiError("tool_choice must name one of the tools", param="tool_choice")
+    if choice != "required":
+        raise ApiError(
+            'tool_choice must be "none", "auto", "required" or a function of the tools', param="tool_choice"
+        )
+    if not tools:
+        raise ApiError('tool_choice "required" needs tools', param="tool_choice")
+    return ToolUse(tools, names)
+
+
 def check_choices(num_prompts: int, n: int, max_open: int) -> None:
     """Refuse a call that asks for more choices than one call may, or than the server could ever run."""
     most = min(MAX_CHOICES, max_open)
@@ -157,14 +196,25 @@ def encode_chat(
     max_model_len: int,
     *,
     add_generation_prompt: bool = True,
+    tools: Sequence[Tool] = (),
     **variables: Any,
 ) -> Prompt:
-    """Token ids of a conversation through the model's template (in a worker thread)."""
+    """Token ids of a conversation through the model's template (in a worker thread).
+
+    Tools that leave no trace in the prompt are refused: the template has no place for them.
+    """
     plain = [plain_message(message, i) for i, message in enumerate(messages)]
     num_characters = sum(len(m["content"]) for m in plain if isinstance(m.get("content"), str))
     check_length(num_characters, max_model_len)
     try:
-        return Prompt(tokenizer.apply_chat_template(plain, add_generation_prompt, **variables))
+        ids = tokenizer.apply_chat_template(plain, add_generation_prompt, **variables)
+        if not tools:
+            return Prompt(ids)
+        offered = [msgspec.to_builtins(tool) for tool in tools]
+        with_tools = tokenizer.apply_chat_template(plain, add_generation_prompt, tools=offered, **variables)
+        if with_tools == ids:
+            raise ApiError("the chat template of this model has no place for tools", param="tools")
+        return Prompt(with_tools)
     except (TokenizerError, TypeError) as error:
         raise ApiError(str(error), param="messages") from None
 

@@ -7,13 +7,13 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from octavo.request import RequestOutput, SamplingParams
-from octavo.serving import inputs
+from octavo.serving import grammar, inputs
 from octavo.serving.answers import ChatForm, Chunks, CompletionForm, Form, Head, whole
 from octavo.serving.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, Stream
 from octavo.serving.errors import ApiError
@@ -26,6 +26,7 @@ from octavo.serving.protocol import (
     Sampling,
     TokenizeRequest,
 )
+from octavo.serving.tools import CLOSE
 from octavo.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -87,6 +88,7 @@ class OpenAI:
         tokenizer: Tokenizer,
         *,
         models: Sequence[str],
+        grammars: grammar.Grammars,
         max_model_len: int,
         request_timeout: float = 3600.0,
         log_prompts: bool = False,
@@ -97,12 +99,14 @@ class OpenAI:
         self.models = tuple(models)
         self.max_model_len = max_model_len
         self.created = int(time.time())
+        self._grammars = grammars
         self._timeout = request_timeout
         self._log_prompts = log_prompts
         self._pool = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="octavo-tokenizer")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def check_model(self, name: str | None) -> str:
         """The served name. Raises ApiError (404) for any other; no name means the one that is served."""
@@ -170,24 +174,55 @@ class OpenAI:
         form = CompletionForm(
             self.tokenizer, prompts, n=params.n, echo=request.echo, logprobs=request.logprobs
         )
-        head = self._head("cmpl", model, form, caller, request.stream)
-        return await self._answer(request, caller, _Call(head, form, self._log(caller)), prompts, params)
+        call = _Call(
+            self._head("cmpl", model, form, caller, request.stream), form, RequestLog(caller.request_id)
+        )
+        wanted = grammar.of_format(request.response_format)
+        jobs = [
+            (prompt, await self._guided(params, wanted, "response_format", request)) for prompt in prompts
+        ]
+        return await self._answer(request, caller, call, jobs)
 
     async def chat(self, request: ChatRequest, caller: Caller) -> Answer:
         """``POST /v1/chat/completions``."""
         model = self.check_model(request.model)
         params = inputs.chat_params(request)
         inputs.check_choices(1, params.n, self.engine.max_open)
+        tools = inputs.tool_use(request)
+        wanted, source = grammar.of_format(request.response_format), "response_format"
+        if tools.offered and wanted is not None:
+            raise ApiError("response_format and tools cannot be combined", param="response_format")
+        if tools.forced:
+            wanted, source = grammar.of_tools(tools.offered, tools.forced), "tools"
+        elif tools.offered and request.parallel_tool_calls is False:
+            # One call at most: the answer ends with it.
+            params = replace(params, stop=(*params.stop_strings, CLOSE))
+        params = await self._guided(params, wanted, source, request)
         prompt = await self._chat_prompt(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
+            tools=tools.offered,
             **(request.chat_template_kwargs or {}),
         )
         form = ChatForm(
-            self.tokenizer, logprobs=(request.top_logprobs or 0) if request.logprobs else None, tools=False
+            self.tokenizer,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            tools=bool(tools.offered),
         )
         head = self._head("chatcmpl", model, form, caller, request.stream)
-        return await self._answer(request, caller, _Call(head, form, self._log(caller)), [prompt], params)
+        call = _Call(head, form, RequestLog(caller.request_id))
+        return await self._answer(request, caller, call, [(prompt, params)])
+
+    async def _guided(
+        self, params: SamplingParams, wanted: str | None, param: str, request: Sampling
+    ) -> SamplingParams:
+        """``params`` with a guide of its own for the grammar ``wanted``."""
+        if wanted is None:
+            return params
+        if request.ignore_eos:
+            raise ApiError(f"ignore_eos and {param} exclude each other", param="ignore_eos")
+        guide = await self._in_thread(lambda: self._grammars.guide(wanted, param))
+        return replace(params, guide=guide)
 
     # ---- the one path of both
 
@@ -196,13 +231,12 @@ class OpenAI:
         request: Sampling,
         caller: Caller,
         call: _Call,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        jobs: Sequence[tuple[Prompt, SamplingParams]],
     ) -> Answer:
-        call.log.prompts(prompts if self._log_prompts else ())
+        call.log.prompts([prompt for prompt, _ in jobs] if self._log_prompts else ())
         deadline = asyncio.get_running_loop().time() + self._timeout
         try:
-            await self._submit(request, caller, call, prompts, params)
+            await self._submit(request, caller, call, jobs)
             if request.stream:
                 wants_usage = request.stream_options is not None and request.stream_options.include_usage
                 chunks = Chunks(call.form, call.head, wants_usage)
@@ -246,10 +280,9 @@ class OpenAI:
         request: Sampling,
         caller: Caller,
         call: _Call,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        jobs: Sequence[tuple[Prompt, SamplingParams]],
     ) -> None:
-        for prompt in prompts:
+        for prompt, params in jobs:
             try:
                 stream = await self.engine.submit(
                     prompt.token_ids,
@@ -279,9 +312,6 @@ class OpenAI:
     def _head(self, prefix: str, model: str, form: Form, caller: Caller, stream: bool) -> Head:
         kind = form.chunk_object if stream else form.whole_object
         return Head(id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind)
-
-    def _log(self, caller: Caller) -> RequestLog:
-        return RequestLog(caller.request_id)
 
     async def _chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Prompt:
         return await self._in_thread(

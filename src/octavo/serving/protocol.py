@@ -41,7 +41,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     name: str
@@ -53,7 +53,7 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool; functions are the only type."""
 
-    type: str = "function"
+    type: str
     function: FunctionSpec
 
 

@@ -18,6 +18,7 @@ import uvicorn
 from octavo.engine.engine import Engine
 from octavo.serving.app import Access, create_app
 from octavo.serving.async_engine import AsyncEngine
+from octavo.serving.grammar import Grammars
 from octavo.serving.openai import OpenAI
 
 log = logging.getLogger("octavo")
@@ -70,6 +71,7 @@ class Server(uvicorn.Server):
             self.engine,
             engine.tokenizer,
             models=options.models,
+            grammars=Grammars(engine.tokenizer, engine.eos_token_ids, engine.vocab_size),
             max_model_len=engine.max_model_len,
             request_timeout=options.request_timeout,
             log_prompts=options.log_prompts,
@@ -119,22 +121,28 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal. A second Ctrl-C does not wait for anybody."""
         if sig == signal.SIGINT and self._draining is not None:
+            # What uvicorn says about the answers that are cut is no news.
+            logging.getLogger("uvicorn.error").disabled = True
             self.force_exit = self.should_exit = True
         else:
             self.begin_end()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's, signals are not raised again at the end: a drained server exits with 0."""
+        """Unlike uvicorn's, signals are not raised again at the end: a drained server exits with 0.
+
+        What comes while the process ends changes nothing any more.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
+        for sig in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(sig, self.handle_exit)
         try:
             yield
         finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+            for sig in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(sig, signal.SIG_IGN)
 
 
 def run(engine: Engine, options: ServerOptions, listener: socket.socket) -> int:

@@ -32,32 +32,32 @@ class ToolCallParser:
             before, found, after = self._rest.partition(tag)
             if not found:
                 break
-            self._rest = after.lstrip("\n") if self._inside else after
+            self._rest = after
             if self._inside:
-                deltas.append(self._call(before))
+                deltas.append(self._call(before, CLOSE))
             elif before.strip():
-                deltas.append({"content": before})
+                deltas.append({"content": before.rstrip()})
             self._inside = not self._inside
         if final:
             left, self._rest = (OPEN if self._inside else "") + self._rest, ""
             if left.strip() or (left and not self.calls):
                 # A model may end its turn behind the object, without the closing tag.
-                deltas.append(self._call(left.removeprefix(OPEN)) if self._inside else {"content": left})
+                deltas.append(self._call(left.removeprefix(OPEN), "") if self._inside else {"content": left})
         elif not self._inside:
             held = _possible_start(self._rest)
             ready, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
-            if ready and (ready.strip() or not self.calls):
+            if ready:
                 deltas.append({"content": ready})
         return deltas
 
-    def _call(self, text: str) -> dict[str, Any]:
+    def _call(self, text: str, closing: str) -> dict[str, Any]:
         try:
             value = json.loads(text)
             name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
             if not isinstance(name, str):
                 raise TypeError("the name is no text")
         except (ValueError, KeyError, TypeError, AttributeError):
-            return {"content": f"{OPEN}{text}{CLOSE}"}
+            return {"content": f"{OPEN}{text}{closing}"}
         call = {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
@@ -68,9 +68,10 @@ class ToolCallParser:
 
 
 def _possible_start(text: str) -> int:
-    """Characters at the end of ``text`` that may be the beginning of a tag."""
+    """Characters at the end of ``text`` that may belong to a call: a part of its tag, white space before."""
     for length in range(min(len(OPEN) - 1, len(text)), 0, -1):
         if OPEN.startswith(text[-length:]):
-            return length
-    # White space before a call belongs to the call.
-    return len(text) - len(text.rstrip("\n"))
+            break
+    else:
+        length = 0
+    return len(text) - len(text[: len(text) - length].rstrip())
