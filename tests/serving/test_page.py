@@ -88,6 +88,17 @@ def test_two_chats_share_the_blocks_of_their_system_prompt(page, slow_server, tm
     comes(page, "Number(document.querySelector('#sheet').dataset.shared) > 3")
     sync_api.expect(page.locator("#n-running")).to_have_text("2")
     assert re.search(r"\d+ of them shared", page.inner_text("#sheet-text"))
+    # The last block of the pool is free and looks like the legend says; the first is not and does not.
+    colours = page.evaluate(
+        """() => {
+            const sheet = document.querySelector('#sheet');
+            const pen = sheet.getContext('2d');
+            const rgb = (x, y) => `rgb(${[...pen.getImageData(x, y, 1, 1).data].slice(0, 3).join(', ')})`;
+            const free = getComputedStyle(document.querySelector('.swatch.free')).backgroundColor;
+            return [free, rgb(6, sheet.height - 6), rgb(6, 6)];
+        }"""
+    )
+    assert colours[0] == colours[1] != colours[2]
     page.screenshot(path=str(tmp_path_factory.mktemp("page") / "chats.png"))
     page.click("#stop")
     page.keyboard.press("Alt+1")

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
 from octavo.engine.engine import Engine
-from octavo.serving import cache_view, metrics, protocol
+from octavo.serving import cache_view, logs, metrics, protocol
 from octavo.serving.async_engine import EngineStoppedError
 from octavo.serving.errors import ApiError
 from octavo.serving.middleware import ID, SALT, ApiKeys, App, BodyLimit, RequestId
@@ -100,7 +100,7 @@ def _add_model_routes(app: FastAPI, service: OpenAI) -> None:
         parsed = await _body(request, kind)
         found = await until_disconnect(request.receive, _awaited(ask(parsed, _caller(request))))
         if found.events is not None:
-            return EventStream(found.events)
+            return EventStream(found.events, found.on_end)
         assert found.whole is not None
         return _json(found.whole)
 
@@ -200,6 +200,8 @@ def _add_state_routes(app: FastAPI, service: OpenAI, tenants: bool) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
+        if not error.logged:
+            logs.refused(request.scope[ID], request.url.path, error)
         return _json(error.body(), error.status, error.headers)
 
     @app.exception_handler(EngineStoppedError)

@@ -40,6 +40,8 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+        #: Whether the log has a line about it.
+        self.logged = False
 
     def body(self) -> bytes:
         """The JSON object ``{"error": {"message", "type", "param", "code"}}``."""

@@ -49,6 +49,12 @@ def configure(*, as_json: bool, level: str = "info") -> None:
     logging.getLogger("octavo").setLevel(level.upper())
 
 
+def refused(request_id: str, path: str, error: ApiError) -> None:
+    """The line of a call that never reached the engine. Its sentence may quote the client: it stays out."""
+    code, param = error.code or str(error.status), error.param
+    _log.info("refused", id=request_id, path=path[:100], status=str(error.status), code=code, param=param)
+
+
 class RequestLog:
     """The line of one request, written when it ends, however it ends."""
 
@@ -67,6 +73,8 @@ class RequestLog:
         if self._done:
             return
         self._done = True
+        if isinstance(error, ApiError):
+            error.logged = True
         fields: dict[str, Any] = {
             "id": self._id,
             "status": _status(error),

@@ -52,10 +52,11 @@ class Caller:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer under way: the whole object, or the events of a stream."""
+    """The whole object, or the events of a stream; ``on_end`` must be called when that is over."""
 
     whole: bytes | None = None
     events: AsyncIterator[bytes] | None = None
+    on_end: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -240,7 +241,10 @@ class OpenAI:
             if request.stream:
                 wants_usage = request.stream_options is not None and request.stream_options.include_usage
                 chunks = Chunks(call.form, call.head, wants_usage)
-                return Answer(events=self._events(call, chunks, deadline))
+                return Answer(
+                    events=self._events(call, chunks, deadline),
+                    on_end=lambda: self._end(call, asyncio.CancelledError()),
+                )
             async with _limit(deadline, self._timeout):
                 async for place, output in merge(call.streams):
                     call.take(place, output)

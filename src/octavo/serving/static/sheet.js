@@ -24,11 +24,11 @@ function read(view) {
   return { owner, root };
 }
 
-/** A hue that stays the same for the same name, and is far from that of the next number. */
+/** A hue that stays the same for the same name; never the yellow of shared blocks. */
 function hue(text) {
   let value = 0;
   for (const letter of String(text)) value = (value * 31 + letter.charCodeAt(0)) >>> 0;
-  return (value * 137.508) % 360;
+  return 90 + ((value * 137.508) % 250);
 }
 
 /** Columns and the size of a cell so that all blocks fit a width, and a height where that is possible. */
@@ -42,7 +42,10 @@ function layout(count, width, height) {
 
 /** Draw a view of the cache; ``mine`` are requests of the chat that is open. Returns a sentence about it. */
 export function draw(canvas, view, mine) {
-  const style = getComputedStyle(document.documentElement);
+  // A canvas does not know light-dark(): the legend's own colours are asked for as they came out.
+  const freeColour = getComputedStyle(document.querySelector(".swatch.free")).backgroundColor;
+  const mineColour = getComputedStyle(document.querySelector(".swatch.mine")).color;
+  const myBlocks = new Set(view.tables.filter((t) => mine.has(t.request)).flatMap((t) => t.blocks));
   const width = canvas.clientWidth || 300;
   const { columns, size } = layout(view.num_blocks, width, 420);
   const height = Math.ceil(view.num_blocks / columns) * (size + GAP) + GAP;
@@ -56,7 +59,6 @@ export function draw(canvas, view, mine) {
   pen.textBaseline = "middle";
   pen.font = `${Math.max(8, size - 8)}px system-ui, sans-serif`;
   const { owner, root } = read(view);
-  const mineColour = style.getPropertyValue("--mine");
   let shared = 0;
   for (let block = 0; block < view.num_blocks; block++) {
     const x = GAP + (block % columns) * (size + GAP);
@@ -65,20 +67,20 @@ export function draw(canvas, view, mine) {
     const table = view.tables[owner[block]];
     if (refs > 1) {
       shared++;
-      pen.fillStyle = `hsl(42 80% ${Math.max(34, 58 - 4 * refs)}%)`;
+      pen.fillStyle = `hsl(42 80% ${Math.max(42, 66 - 4 * refs)}%)`;
     } else if (refs === 1) {
       pen.fillStyle = `hsl(${hue(table?.request ?? table?.tenant ?? "")} 55% 52%)`;
     } else if (view.cached[block]) {
       pen.fillStyle = `hsl(${hue(root[block])} 18% 55% / .55)`;
     } else {
-      pen.fillStyle = style.getPropertyValue("--free");
+      pen.fillStyle = freeColour;
     }
     pen.fillRect(x, y, size, size);
     if (refs > 1 && size >= 14) {
-      pen.fillStyle = "#fff";
+      pen.fillStyle = "#1d2426";
       pen.fillText(String(refs), x + size / 2, y + size / 2 + 1);
     }
-    if (table && mine.has(table.request)) {
+    if (myBlocks.has(block)) {
       pen.strokeStyle = mineColour;
       pen.lineWidth = 2;
       pen.strokeRect(x + 1, y + 1, size - 2, size - 2);
