@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from http_server import until
+from hypothesis import HealthCheck, given, settings
 
 schemathesis = pytest.importorskip("schemathesis")
 
