@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Protocol
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
@@ -30,6 +30,22 @@ class Status(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class Guide(Protocol):
+    """Says which tokens may come next in an output, for every choice of one prompt.
+
+    A function of the output so far alone; what either method raises fails that one request.
+    """
+
+    def allowed(self, choice: int, output_token_ids: Sequence[int]) -> bytes:
+        """One bit a token id, the least significant bit of each byte first; 0 forbids the token."""
+        ...
+
+    def advance(self, choice: int, output_token_ids: Sequence[int]) -> None:
+        """A token was added: :meth:`allowed` will be asked for this output, a step later. May begin to
+        compute the answer elsewhere."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +74,7 @@ class SamplingParams:
         prompt_logprobs: the same for every prompt token; computes the whole prompt, cached or not.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        guide: allows only some tokens at each position, a grammar's say.
     """
 
     n: int = 1
@@ -79,6 +96,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)

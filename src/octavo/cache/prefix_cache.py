@@ -156,6 +156,13 @@ class PrefixCache:
         """The cached blocks, used or not."""
         return list(self._by_block)
 
+    def parents(self) -> dict[int, int]:
+        """Cached block -> the block before it in its tree, -1 for the first."""
+        return {
+            block: node.parent.block if node.parent is not None else -1
+            for block, node in self._by_block.items()
+        }
+
     # ---- a request's chain
 
     def chain(self, token_ids: Sequence[int], salt: str) -> Chain:

@@ -13,7 +13,7 @@ from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step import SchedulerOutput, SchedulerStats
+from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
 from octavo.request import (
     CompletionOutput,
     Logprob,
@@ -199,6 +199,10 @@ class Engine:
         """Forget every cached prefix; what runs goes on with its own blocks."""
         self._scheduler.reset_prefix_cache()
 
+    def cache_view(self) -> CacheView:
+        """Every block of the KV pool, and who holds it; a copy."""
+        return self._scheduler.view()
+
     @property
     def scheduler_stats(self) -> SchedulerStats:
         """Queue and pool at this moment."""
@@ -272,6 +276,9 @@ class Engine:
             self._scheduler.finish(request, "stop", stop_reason=hit)
         if request.finished:
             self._close(entry, choice)
+        elif request.params.guide is not None:
+            # Its mask for the next token is made while the next step runs.
+            request.params.guide.advance(request.choice, request.output_token_ids)
 
     def _note_token_time(self, entry: _Entry, choice: _Choice, now: float) -> None:
         self.metrics.generation_tokens += 1

@@ -1,8 +1,9 @@
 """From logits to token ids and log-probabilities.
 
 A row is a function of its own logits and parameters alone; whatever else is in the batch changes
-nothing. The order of operations: logit_bias, penalties, the min_tokens mask, and then either the
-best token (greedy rows never see a temperature) or temperature, top_k, top_p, min_p and a draw.
+nothing. The order of operations: logit_bias, penalties, the min_tokens mask, the guide's mask, and
+then either the best token (greedy rows never see a temperature) or temperature, top_k, top_p, min_p
+and a draw.
 
 The draw is the Gumbel-max trick: the token with the largest ``logit / temperature + noise``, where
 the noise of a token is a hash of (seed, choice, output position, token id). It needs no state that
@@ -27,13 +28,13 @@ import torch
 
 from octavo.kernels import sample as kernel
 from octavo.kernels.native import ThreadPool
-from octavo.request import Logprob, SamplingParams
+from octavo.request import Guide, Logprob, SamplingParams
 
 #: Reported in place of -inf, which JSON cannot carry.
 LOGPROB_FLOOR = -9999.0
 
 NOT_FINITE = "the model's logits for this request are not finite"
-NOTHING_LEFT = "logit_bias and min_tokens together forbid every token of the vocabulary"
+NOTHING_LEFT = "logit_bias, min_tokens and the grammar together forbid every token of the vocabulary"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,10 @@ class SampledTokens:
     errors: list[str | None]
 
 
+class GuideError(ValueError):
+    """A guide that failed; costs its own request only."""
+
+
 def sample(
     logits: torch.Tensor, rows: Sequence[SamplingRow], vocab_size: int, pool: ThreadPool
 ) -> SampledTokens:
@@ -74,7 +79,13 @@ def sample(
     tokens: list[int] = ids.tolist()
     errors: list[str | None] = [None if ok else NOT_FINITE for ok in np.isfinite(values).tolist()]
     usable = [i for i, error in enumerate(errors) if error is None]
-    moved = {i: _moved(table[i], rows[i]) for i in usable if not _is_plain(rows[i])}
+    moved: dict[int, np.ndarray] = {}
+    for i in usable:
+        if not _is_plain(rows[i]):
+            try:
+                moved[i] = _moved(table[i], rows[i])
+            except GuideError as error:
+                errors[i] = str(failure)
     if moved:
         values, ids = kernel.best(list(moved.values()), pool)
         for i, value, token in zip(moved, values.tolist(), ids.tolist(), strict=True):
@@ -152,7 +163,8 @@ def _is_plain(row: SamplingRow) -> bool:
     """True when nothing moves the row's logits before the best one is taken."""
     p = row.params
     return not (
-        p.logit_bias
+        p.guide is not None
+        or p.logit_bias
         or p.repetition_penalty != 1.0
         or p.presence_penalty
         or p.frequency_penalty
@@ -168,7 +180,19 @@ def _moved(logits: np.ndarray, row: SamplingRow) -> np.ndarray:
     _penalize(x, row)
     if len(row.output_token_ids) < row.params.min_tokens:
         x[list(row.end_token_ids)] = -np.inf
+    if row.params.guide is not None:
+        x[~_allowed(row.params.guide, row, x.size)] = -np.inf
     return x
+
+
+def _allowed(guide: Guide, row: SamplingRow, size: int) -> np.ndarray:
+    """[size] bool. A guide that knows fewer tokens forbids the rest."""
+    try:
+        bits = guide.allowed(row.choice, row.output_token_ids)
+    except Exception as error:
+        raise GuideError(f"the grammar failed: {error}") from error
+    mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little", count=size)
+    return mask.astype(bool)
 
 
 def _penalize(x: np.ndarray, row: SamplingRow) -> None:

@@ -8,7 +8,15 @@ from collections.abc import Callable, Mapping
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.prefix_cache import Match, PrefixCache, sha256
 from octavo.config import SchedulerConfig
-from octavo.engine.step import BlockCopy, ScheduledRequest, SchedulerOutput, SchedulerStats, StepDraft
+from octavo.engine.step import (
+    BlockCopy,
+    BlockOwner,
+    CacheView,
+    ScheduledRequest,
+    SchedulerOutput,
+    SchedulerStats,
+    StepDraft,
+)
 from octavo.engine.waiting import Entry, WaitingQueue
 from octavo.request import Request, Status
 
@@ -443,6 +451,20 @@ class Scheduler:
             evictions=self._cache.num_evictions,
             scheduled_tokens=self._scheduled_tokens,
             finished=self._finished,
+        )
+
+    def view(self) -> CacheView:
+        """Every block of the pool, and who holds it; a copy."""
+        refs, parents = list(self._pool.refs), self._cache.parents()
+        return CacheView(
+            block_size=self._block_size,
+            refs=refs,
+            cached=[block in parents for block in range(len(refs))],
+            parents=[parents.get(block, -1) for block in range(len(refs))],
+            owners=[
+                BlockOwner(e.request.label, e.request.cache_salt, list(e.request.block_table))
+                for e in self._running
+            ],
         )
 
     def reset_prefix_cache(self) -> None:

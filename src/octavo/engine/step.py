@@ -70,6 +70,30 @@ class SchedulerStats:
     finished: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockOwner:
+    """A running request and its block table."""
+
+    label: str
+    salt: str
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """The pool as it is, for people to look at; ``refs``, ``cached`` and ``parents`` have an item a block.
+
+    ``refs`` counts the block tables that hold it, ``cached`` says whether the prefix cache can match it,
+    ``parents`` is the cached block before it in its tree, or -1.
+    """
+
+    block_size: int
+    refs: list[int]
+    cached: list[bool]
+    parents: list[int]
+    owners: list[BlockOwner]
+
+
 @dataclass(slots=True)
 class StepDraft:
     """A step in the making."""

@@ -1,0 +1,1 @@
+"""The HTTP server: a thin asynchronous shell around the synchronous engine."""

@@ -1,0 +1,126 @@
+"""The engine's counters for Prometheus, under our names and under those that vLLM's dashboards expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from octavo.engine.metrics import EngineMetrics, Histogram
+from octavo.engine.step import SchedulerStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything at one moment, taken between two steps."""
+
+    engine: EngineMetrics
+    scheduler: SchedulerStats
+    num_open: int
+    draining: bool
+
+
+def render(snapshot: Snapshot, model: str) -> bytes:
+    """The text that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(snapshot, model))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    def __init__(self, snapshot: Snapshot, model: str) -> None:
+        self._snapshot = snapshot
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._shared("octavo")
+        yield from self._shared("vllm")
+        engine, stats = self._snapshot.engine, self._snapshot.scheduler
+        gauges = {
+            "kv_blocks_free": ("Free KV blocks.", stats.free_blocks),
+            "kv_blocks_cached": (
+                "KV blocks that no request holds, kept for the prefix cache.",
+                stats.cached_blocks,
+            ),
+            "kv_blocks_used": ("KV blocks in the tables of requests.", stats.used_blocks),
+            "sequences_open": ("Sequences that clients wait for.", self._snapshot.num_open),
+            "draining": ("1 while the server shuts down.", int(self._snapshot.draining)),
+        }
+        for name, (text, value) in gauges.items():
+            yield self._gauge(f"octavo:{name}", text, value)
+        counters = {
+            "computed_tokens": (
+                "Tokens that went through the model, recomputed ones included.",
+                engine.computed_tokens,
+            ),
+            "evictions": ("Cached blocks that were given up.", engine.num_evictions),
+            "steps": ("Engine steps.", engine.num_steps),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter(f"octavo:{name}", text, value)
+        yield self._histogram("octavo:step_seconds", "Seconds an engine step.", engine.step_time)
+
+    def _shared(self, prefix: str) -> Iterator[Metric]:
+        engine, stats = self._snapshot.engine, self._snapshot.scheduler
+        total = stats.free_blocks + stats.cached_blocks + stats.used_blocks
+        yield self._gauge(f"{prefix}:num_requests_running", "Sequences that run.", stats.num_running)
+        yield self._gauge(f"{prefix}:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield self._gauge(
+            f"{prefix}:kv_cache_usage_perc",
+            "Share of the KV blocks in use, 0 to 1.",
+            stats.used_blocks / total,
+        )
+        counters = {
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", engine.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", engine.prefix_hits),
+            "prompt_tokens": ("Tokens of admitted prompts.", engine.prompt_tokens),
+            "generation_tokens": ("Sampled tokens.", engine.generation_tokens),
+            "num_preemptions": ("Preemptions.", engine.num_preemptions),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter(f"{prefix}:{name}", text, value)
+        histograms = {
+            "time_to_first_token_seconds": ("Seconds to the first token.", engine.time_to_first_token),
+            "inter_token_latency_seconds": ("Seconds between two tokens.", engine.inter_token),
+            "e2e_request_latency_seconds": ("Seconds from arrival to the end.", engine.end_to_end),
+        }
+        for name, (text, histogram) in histograms.items():
+            yield self._histogram(f"{prefix}:{name}", text, histogram)
+        success = CounterMetricFamily(
+            f"{prefix}:request_success",
+            "Choices that ended, by reason.",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason in ("stop", "length", "abort", "error"):
+            success.add_metric([self._model, reason], engine.finished.get(reason, 0))
+        yield success
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        buckets, so_far = [], 0
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, histogram.counts, strict=True):
+            so_far += count
+            buckets.append((bound, so_far))
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], buckets, histogram.total)
+        return family

@@ -1,0 +1,389 @@
+"""OpenAI's calls over the engine: check, tokenize, submit, and answer whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from octavo.request import RequestOutput, SamplingParams
+from octavo.serving import grammar, inputs
+from octavo.serving.answers import ChatForm, Chunks, CompletionForm, Form, Head, whole
+from octavo.serving.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, Stream
+from octavo.serving.errors import ApiError
+from octavo.serving.inputs import Prompt
+from octavo.serving.logs import RequestLog
+from octavo.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from octavo.serving.tools import CLOSE
+from octavo.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+#: Seconds after which a client that was told that the queue is full may try again.
+RETRY_AFTER = "1"
+
+_encode = msgspec.json.Encoder().encode
+_PATH = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. ``salt`` keeps the callers' cached blocks apart; "" is shared by all without a key."""
+
+    request_id: str
+    salt: str = ""
+
+    def salted(self, own: str | None) -> str:
+        """The cache salt of a request that asks for ``own``."""
+        return f"{self.salt}:{own}" if own is not None else self.salt
+
+
+@dataclass(slots=True)
+class Answer:
+    """The whole object, or the events of a stream; ``on_end`` must be called when that is over."""
+
+    whole: bytes | None = None
+    events: AsyncIterator[bytes] | None = None
+    on_end: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call: its prompts in the engine, and what came back so far."""
+
+    head: Head
+    form: Form
+    log: RequestLog
+    streams: list[Stream] = field(default_factory=list)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+    def take(self, place: int, output: RequestOutput) -> None:
+        """Keep an output. Raises ApiError when the engine could not compute it."""
+        self.outputs[place] = output
+        if output.error is not None:
+            raise ApiError(without_paths(output.error), 500, code="engine_error")
+
+    @property
+    def in_order(self) -> list[RequestOutput]:
+        return [self.outputs[place] for place in sorted(self.outputs)]
+
+
+class OpenAI:
+    """The service behind the routes. ``models`` are the names under which the model is served."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        *,
+        models: Sequence[str],
+        grammars: grammar.Grammars,
+        max_model_len: int,
+        request_timeout: float = 3600.0,
+        log_prompts: bool = False,
+        tokenizer_threads: int = 2,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.models = tuple(models)
+        self.max_model_len = max_model_len
+        self.created = int(time.time())
+        self._grammars = grammars
+        self._timeout = request_timeout
+        self._log_prompts = log_prompts
+        self._pool = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="octavo-tokenizer")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
+
+    def check_model(self, name: str | None) -> str:
+        """The served name. Raises ApiError (404) for any other; no name means the one that is served."""
+        if name is None:
+            return self.models[0]
+        if name not in self.models:
+            raise ApiError(
+                f"the model {name!r:.100} is not served here; this server has {', '.join(self.models)}",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def list_models(self) -> bytes:
+        """``GET /v1/models``."""
+        return _encode({"object": "list", "data": [self._model(name) for name in self.models]})
+
+    def describe_model(self, name: str) -> bytes:
+        """``GET /v1/models/{name}``."""
+        return _encode(self._model(self.check_model(name)))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "octavo",
+            "max_model_len": self.max_model_len,
+        }
+
+    async def tokenize(self, request: TokenizeRequest) -> bytes:
+        """``POST /tokenize``."""
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise ApiError("give either prompt or messages", param="prompt")
+        if request.messages is not None:
+            prompt = await self._chat_prompt(
+                request.messages, add_generation_prompt=request.add_generation_prompt
+            )
+            ids = prompt.token_ids
+        else:
+            text, add = request.prompt or "", None if request.add_special_tokens else False
+            inputs.check_length(len(text), self.max_model_len)
+            ids = await self._in_thread(lambda: self.tokenizer.encode(text, add_bos=add))
+        return _encode({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+
+    async def detokenize(self, request: DetokenizeRequest) -> bytes:
+        """``POST /detokenize``."""
+        self.check_model(request.model)
+        text = await self._in_thread(
+            lambda: self.tokenizer.decode(request.tokens, request.skip_special_tokens)
+        )
+        return _encode({"prompt": text})
+
+    async def complete(self, request: CompletionRequest, caller: Caller) -> Answer:
+        """``POST /v1/completions``."""
+        model = self.check_model(request.model)
+        params = inputs.completion_params(request)
+        given = inputs.split_prompts(request.prompt)
+        inputs.check_choices(len(given), params.n, self.engine.max_open)
+        prompts = await self._in_thread(
+            lambda: [inputs.encode_prompt(self.tokenizer, item, self.max_model_len) for item in given]
+        )
+        form = CompletionForm(
+            self.tokenizer, prompts, n=params.n, echo=request.echo, logprobs=request.logprobs
+        )
+        call = _Call(
+            self._head("cmpl", model, form, caller, request.stream), form, RequestLog(caller.request_id)
+        )
+        wanted = grammar.of_format(request.response_format)
+        jobs = [
+            (prompt, await self._guided(params, wanted, "response_format", request)) for prompt in prompts
+        ]
+        return await self._answer(request, caller, call, jobs)
+
+    async def chat(self, request: ChatRequest, caller: Caller) -> Answer:
+        """``POST /v1/chat/completions``."""
+        model = self.check_model(request.model)
+        params = inputs.chat_params(request)
+        inputs.check_choices(1, params.n, self.engine.max_open)
+        tools = inputs.tool_use(request)
+        wanted, source = grammar.of_format(request.response_format), "response_format"
+        if tools.offered and wanted is not None:
+            raise ApiError("response_format and tools cannot be combined", param="response_format")
+        if tools.forced:
+            wanted, source = grammar.of_tools(tools.offered, tools.forced), "tools"
+        elif tools.offered and request.parallel_tool_calls is False:
+            # One call at most: the answer ends with it.
+            params = replace(params, stop=(*params.stop_strings, CLOSE))
+        params = await self._guided(params, wanted, source, request)
+        prompt = await self._chat_prompt(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            tools=tools.offered,
+            **(request.chat_template_kwargs or {}),
+        )
+        form = ChatForm(
+            self.tokenizer,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            tools=bool(tools.offered),
+        )
+        head = self._head("chatcmpl", model, form, caller, request.stream)
+        call = _Call(head, form, RequestLog(caller.request_id))
+        return await self._answer(request, caller, call, [(prompt, params)])
+
+    async def _guided(
+        self, params: SamplingParams, wanted: str | None, param: str, request: Sampling
+    ) -> SamplingParams:
+        """``params`` with a guide of its own for the grammar ``wanted``."""
+        if wanted is None:
+            return params
+        if request.ignore_eos:
+            raise ApiError(f"ignore_eos and {param} exclude each other", param="ignore_eos")
+        guide = await self._in_thread(lambda: self._grammars.guide(wanted, param))
+        return replace(params, guide=guide)
+
+    # ---- the one path of both
+
+    async def _answer(
+        self,
+        request: Sampling,
+        caller: Caller,
+        call: _Call,
+        jobs: Sequence[tuple[Prompt, SamplingParams]],
+    ) -> Answer:
+        call.log.prompts([prompt for prompt, _ in jobs] if self._log_prompts else ())
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        try:
+            await self._submit(request, caller, call, jobs)
+            if request.stream:
+                wants_usage = request.stream_options is not None and request.stream_options.include_usage
+                chunks = Chunks(call.form, call.head, wants_usage)
+                return Answer(
+                    events=self._events(call, chunks, deadline),
+                    on_end=lambda: self._end(call, asyncio.CancelledError()),
+                )
+            async with _limit(deadline, self._timeout):
+                async for place, output in merge(call.streams):
+                    call.take(place, output)
+        except BaseException as error:
+            self._end(call, error)
+            raise
+        self._end(call, None)
+        return Answer(whole=_encode(whole(call.form, call.head, call.in_order)))
+
+    async def _events(self, call: _Call, chunks: Chunks, deadline: float) -> AsyncIterator[bytes]:
+        """Server-sent events. An error becomes an event of its own, and then the stream ends."""
+        failure: BaseException | None = None
+        try:
+            async with _limit(deadline, self._timeout):
+                async for place, output in merge(call.streams):
+                    events = [_event(chunk) for chunk in chunks.of(place, output)]
+                    if events:
+                        yield b"".join(events)
+                    call.take(place, output)
+            if chunks.include_usage:
+                yield _event(chunks.last(call.in_order))
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            failure = error
+            yield b"data: " + error.body() + b"\n\n"
+        except EngineStoppedError as error:
+            failure = error
+            yield b"data: " + ApiError(str(error), 503).body() + b"\n\n"
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._end(call, failure)
+
+    async def _submit(
+        self,
+        request: Sampling,
+        caller: Caller,
+        call: _Call,
+        jobs: Sequence[tuple[Prompt, SamplingParams]],
+    ) -> None:
+        for prompt, params in jobs:
+            try:
+                stream = await self.engine.submit(
+                    prompt.token_ids,
+                    params,
+                    label=caller.request_id,
+                    priority=request.priority,
+                    cache_salt=caller.salted(request.cache_salt),
+                )
+            except ValueError as error:
+                name = str(error).split(maxsplit=1)[0]
+                known = name in request.__struct_fields__
+                raise ApiError(str(error), param=name if known else None) from None
+            except QueueFullError as error:
+                raise ApiError(
+                    str(error), 429, code="queue_full", headers={"Retry-After": RETRY_AFTER}
+                ) from None
+            except EngineStoppedError as error:
+                raise ApiError(str(error), 503, code="unavailable") from None
+            call.streams.append(stream)
+
+    def _end(self, call: _Call, error: BaseException | None) -> None:
+        """However it ended: nothing of the call is left in the engine, and the log has its line."""
+        for stream in call.streams:
+            self.engine.abort(stream)
+        call.log.end(call.in_order, error)
+
+    def _head(self, prefix: str, model: str, form: Form, caller: Caller, stream: bool) -> Head:
+        kind = form.chunk_object if stream else form.whole_object
+        return Head(id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind)
+
+    async def _chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Prompt:
+        return await self._in_thread(
+            lambda: inputs.encode_chat(self.tokenizer, messages, self.max_model_len, **variables)
+        )
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+        except ValueError as error:
+            raise ApiError(str(error)) from None
+
+
+def without_paths(sentence: str) -> str:
+    """An engine's sentence without the server's file names."""
+    return _PATH.sub("...", sentence)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+class _limit:
+    """``async with``: an ApiError (408) when the call takes longer than the server allows."""
+
+    def __init__(self, deadline: float, seconds: float) -> None:
+        self._timer = asyncio.timeout_at(deadline)
+        self._seconds = seconds
+
+    async def __aenter__(self) -> None:
+        await self._timer.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self._timer.__aexit__(*error)
+        except TimeoutError:
+            raise ApiError(
+                f"the request took longer than the {self._seconds:g} s that this server allows",
+                408,
+                code="timeout",
+            ) from None
+
+
+async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The outputs of several streams as they come, with the place of their stream."""
+    if len(streams) == 1:
+        async for output in streams[0]:
+            yield 0, output
+        return
+    # One place: a reader that is slow holds the tasks back, and the streams keep only the latest.
+    queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException] = asyncio.Queue(1)
+
+    async def pump(place: int, stream: Stream) -> None:
+        try:
+            async for output in stream:
+                await queue.put((place, output))
+        except EngineStoppedError as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(pump(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item[1].finished
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()

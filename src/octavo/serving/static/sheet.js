@@ -1,0 +1,95 @@
+// The KV cache as a sheet of blocks.
+
+const GAP = 2;
+
+/** Per block: how many requests hold it, the first that does, and the root of its tree of prefixes. */
+function read(view) {
+  const owner = new Array(view.num_blocks).fill(-1);
+  view.tables.forEach((table, index) => {
+    for (const block of table.blocks) if (owner[block] < 0) owner[block] = index;
+  });
+  const root = new Array(view.num_blocks).fill(-1);
+  for (let block = 0; block < view.num_blocks; block++) {
+    if (!view.cached[block]) continue;
+    const path = [];
+    let at = block;
+    while (root[at] < 0 && view.parent[at] >= 0) {
+      path.push(at);
+      at = view.parent[at];
+    }
+    const found = root[at] < 0 ? at : root[at];
+    root[at] = found;
+    for (const each of path) root[each] = found;
+  }
+  return { owner, root };
+}
+
+/** A hue that stays the same for the same name; never the yellow of shared blocks. */
+function hue(text) {
+  let value = 0;
+  for (const letter of String(text)) value = (value * 31 + letter.charCodeAt(0)) >>> 0;
+  return 90 + ((value * 137.508) % 250);
+}
+
+/** Columns and the size of a cell so that all blocks fit a width, and a height where that is possible. */
+function layout(count, width, height) {
+  for (let size = 22; size > 3; size--) {
+    const columns = Math.max(1, Math.floor((width - GAP) / (size + GAP)));
+    if (Math.ceil(count / columns) * (size + GAP) + GAP <= height) return { columns, size };
+  }
+  return { columns: Math.max(1, Math.floor((width - GAP) / (3 + GAP))), size: 3 };
+}
+
+/** Draw a view of the cache; ``mine`` are requests of the chat that is open. Returns a sentence about it. */
+export function draw(canvas, view, mine) {
+  // A canvas does not know light-dark(): the legend's own colours are asked for as they came out.
+  const freeColour = getComputedStyle(document.querySelector(".swatch.free")).backgroundColor;
+  const mineColour = getComputedStyle(document.querySelector(".swatch.mine")).color;
+  const myBlocks = new Set(view.tables.filter((t) => mine.has(t.request)).flatMap((t) => t.blocks));
+  const width = canvas.clientWidth || 300;
+  const { columns, size } = layout(view.num_blocks, width, 420);
+  const height = Math.ceil(view.num_blocks / columns) * (size + GAP) + GAP;
+  const scale = window.devicePixelRatio || 1;
+  canvas.width = width * scale;
+  canvas.height = height * scale;
+  canvas.style.height = `${height}px`;
+  const pen = canvas.getContext("2d");
+  pen.scale(scale, scale);
+  pen.textAlign = "center";
+  pen.textBaseline = "middle";
+  pen.font = `${Math.max(8, size - 8)}px system-ui, sans-serif`;
+  const { owner, root } = read(view);
+  let shared = 0;
+  for (let block = 0; block < view.num_blocks; block++) {
+    const x = GAP + (block % columns) * (size + GAP);
+    const y = GAP + Math.floor(block / columns) * (size + GAP);
+    const refs = view.refs[block];
+    const table = view.tables[owner[block]];
+    if (refs > 1) {
+      shared++;
+      pen.fillStyle = `hsl(42 80% ${Math.max(42, 66 - 4 * refs)}%)`;
+    } else if (refs === 1) {
+      pen.fillStyle = `hsl(${hue(table?.request ?? table?.tenant ?? "")} 55% 52%)`;
+    } else if (view.cached[block]) {
+      pen.fillStyle = `hsl(${hue(root[block])} 18% 55% / .55)`;
+    } else {
+      pen.fillStyle = freeColour;
+    }
+    pen.fillRect(x, y, size, size);
+    if (refs > 1 && size >= 14) {
+      pen.fillStyle = "#1d2426";
+      pen.fillText(String(refs), x + size / 2, y + size / 2 + 1);
+    }
+    if (myBlocks.has(block)) {
+      pen.strokeStyle = mineColour;
+      pen.lineWidth = 2;
+      pen.strokeRect(x + 1, y + 1, size - 2, size - 2);
+    }
+  }
+  const { used, cached, free } = view.blocks;
+  canvas.dataset.shared = String(shared);
+  return (
+    `${view.num_blocks} blocks of ${view.block_size} tokens: ${used} in use` +
+    ` (${shared} of them shared), ${cached} cached, ${free} free.`
+  );
+}

@@ -1,0 +1,51 @@
+"""What lies under deploy/ fits the server: metrics, settings and files that are named there exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server):
+    server.complete("x", max_tokens=2)
+    names = set(re.findall(r"^(\w+:\w+)[{ ]", server.http.get("/metrics").text, re.MULTILINE))
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/octavo.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"octavo:\w+", target["expr"])
+    }
+    assert asked
+    assert asked <= names, asked - names
+
+
+def test_compose_mounts_what_is_there():
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert set(compose["services"]) == {"octavo", "prometheus", "grafana"}
+    for service in compose["services"].values():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("."):
+                assert (DEPLOY / source).exists(), source
+            else:
+                assert source in compose["volumes"]
+
+
+def test_the_settings_that_the_files_name_exist():
+    from octavo.cli.serve import SETTINGS
+
+    known = {setting.variable for setting in SETTINGS} | {"OCTAVO_MODEL", "OCTAVO_CONFIG"}
+    for name in ("Dockerfile", "compose.yaml"):
+        used = set(re.findall(r"\bOCTAVO_[A-Z_]+", (DEPLOY / name).read_text()))
+        assert used <= known, used - known
+
+
+def test_prometheus_finds_the_server():
+    settings = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+    assert settings["scrape_configs"][0]["static_configs"][0]["targets"] == ["octavo:8000"]

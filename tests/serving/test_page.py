@@ -1,0 +1,126 @@
+"""The page in a real browser. Left out where there is no chromium or no playwright."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from http_server import Script, until
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+SYSTEM = "You are a patient librarian who answers in one short sentence."
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def slow_server(make_server):
+    """Answers with an endless text, a few letters at a time."""
+    return make_server(model=Script("la " * 300, 0, delay=0.01), num_blocks=256)
+
+
+@pytest.fixture
+def page(browser, slow_server) -> Iterator[object]:
+    made = browser.new_page(viewport={"width": 1200, "height": 800})
+    said: list[str] = []
+    made.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    made.on("pageerror", lambda error: said.append(str(error)))
+    made.on("request", lambda request: said.append(request.url) if "127.0.0.1" not in request.url else None)
+    made.goto(slow_server.url)
+    yield made
+    made.close()
+    assert said == []
+    until(slow_server.is_idle)
+
+
+def send(page, text: str) -> None:
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+
+
+def comes(page, expression: str) -> None:
+    """Wait for it; the page's own policy forbids the browser's way of waiting, which evaluates text."""
+    for _ in range(200):
+        if page.evaluate(f"() => {expression}"):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"it did not come: {expression}")
+
+
+def answer(page):
+    return page.locator(".message.assistant").last
+
+
+def test_the_stream_grows_and_stops(page, slow_server):
+    sync_api.expect(page.locator("#model")).to_contain_text("tiny")
+    send(page, "hello")
+    sync_api.expect(answer(page)).to_contain_text("la la")
+    before = len(answer(page).inner_text())
+    comes(page, f"document.querySelector('.message.assistant').innerText.length > {before + 6}")
+    page.keyboard.press("Escape")
+    sync_api.expect(answer(page)).to_contain_text("stopped")
+    until(slow_server.is_idle)
+    assert slow_server.parts.engine.metrics.finished == {"abort": 1}
+    sync_api.expect(page.locator("#send")).to_be_visible()
+
+
+def test_two_chats_share_the_blocks_of_their_system_prompt(page, slow_server, tmp_path_factory):
+    page.click("#settings summary")
+    page.fill("#system", SYSTEM)
+    send(page, "one")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    page.keyboard.press("Alt+n")
+    assert page.input_value("#system") == SYSTEM
+    sync_api.expect(page.locator(".message")).to_have_count(0)
+    send(page, "two")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    comes(page, "Number(document.querySelector('#sheet').dataset.shared) > 3")
+    sync_api.expect(page.locator("#n-running")).to_have_text("2")
+    assert re.search(r"\d+ of them shared", page.inner_text("#sheet-text"))
+    # The last block of the pool is free and looks like the legend says; the first is not and does not.
+    colours = page.evaluate(
+        """() => {
+            const sheet = document.querySelector('#sheet');
+            const pen = sheet.getContext('2d');
+            const rgb = (x, y) => `rgb(${[...pen.getImageData(x, y, 1, 1).data].slice(0, 3).join(', ')})`;
+            const free = getComputedStyle(document.querySelector('.swatch.free')).backgroundColor;
+            return [free, rgb(6, sheet.height - 6), rgb(6, 6)];
+        }"""
+    )
+    assert colours[0] == colours[1] != colours[2]
+    page.screenshot(path=str(tmp_path_factory.mktemp("page") / "chats.png"))
+    page.click("#stop")
+    page.keyboard.press("Alt+1")
+    sync_api.expect(page.locator(".message.user")).to_have_text("one")
+    page.click("#stop")
+    sync_api.expect(answer(page)).to_contain_text("stopped")
+
+
+def test_an_error_is_shown_in_words(page):
+    # Played by the test: the browser itself would report a real refusal as an error of the console.
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, body='data: {"error": {"message": "no such luck"}}\n\n'),
+    )
+    send(page, "hello")
+    sync_api.expect(answer(page)).to_contain_text("no such luck")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_phone_has_no_sideways_scrolling(browser, slow_server, scheme):
+    phone = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+    phone.goto(slow_server.url)
+    sync_api.expect(phone.locator("#n-running")).to_have_text("0")
+    assert phone.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    phone.close()

@@ -1,0 +1,285 @@
+"""``octavo serve`` as a process: settings, start, signals, exit codes; and OpenAI's own client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model on disk, with a long context."""
+    path = tmp_path_factory.mktemp("models") / "tiny-model"
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=8192,
+        eos_token_id=256,
+        bos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-c", "from octavo.cli import main; main()", "serve", *args]
+
+
+ENV = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
+
+def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*args), capture_output=True, text=True, timeout=60, env=ENV | env, check=False
+    )
+
+
+class Process:
+    def __init__(self, *args: str, **env: str) -> None:
+        self._process = subprocess.Popen(
+            command("--port", "0", "--threads", "1", "--kv-cache-memory", "8MiB", *args),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENV | env,
+        )
+        self.lines: list[str] = []
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line)
+            found = re.search(r"listening on (http://[\w.:]+)", line)
+            if found:
+                self.url = found[1]
+                break
+        else:
+            raise AssertionError("".join(self.lines))
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+        while True:
+            with contextlib.suppress(httpx.ConnectError):
+                if self.http.get("/ready").status_code == 200:
+                    return
+            time.sleep(0.02)
+
+    def send(self, sig: signal.Signals) -> None:
+        self._process.send_signal(sig)
+
+    def wait(self) -> int:
+        assert self._process.stderr is not None
+        self.lines += self._process.stderr.readlines()
+        return self._process.wait(20)
+
+    def close(self) -> None:
+        self.http.close()
+        if self._process.poll() is None:
+            self._process.kill()
+            self.wait()
+
+
+@pytest.fixture(scope="module")
+def process(folder) -> Iterator[Process]:
+    running = Process(str(folder), "--log-format", "json", "--api-key", "k1")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def client(process) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=process.url + "/v1", api_key="k1", max_retries=0) as made:
+        yield made
+
+
+# ---- OpenAI's client
+
+
+def test_openai_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny-model"]
+
+
+def test_openai_chat_and_stream(client):
+    ask = {
+        "model": "tiny-model",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.chat.completions.create(**ask)
+    assert whole.usage.completion_tokens == 12
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+
+
+def test_openai_completions_with_echo_and_logprobs(client):
+    answer = client.completions.create(
+        model="tiny-model", prompt="abc", max_tokens=2, echo=True, logprobs=1, temperature=0
+    )
+    assert len(answer.choices[0].logprobs.tokens) == 3 + answer.usage.completion_tokens
+
+
+def test_openai_errors_are_their_own_kinds(client, process):
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.chat.completions.create(model="gpt-9", messages=messages)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="tiny-model", messages=messages, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        client.completions.create(model="tiny-model", prompt="x" * 8193)
+    with (
+        openai.OpenAI(base_url=process.url + "/v1", api_key="no", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.05).chat.completions.create(
+            model="tiny-model", messages=messages, max_tokens=4000, extra_body={"ignore_eos": True}
+        )
+
+
+def test_openai_hang_up_frees_the_request(client, process):
+    stream = client.chat.completions.create(
+        model="tiny-model",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    headers = {"Authorization": "Bearer k1"}
+    end = time.monotonic() + 10
+    while process.http.get("/v1/cache", headers=headers).json()["blocks"]["used"]:
+        assert time.monotonic() < end
+
+
+# ---- life
+
+
+def test_start_says_what_is_served_in_a_few_lines(process):
+    lines = [json.loads(line)["event"] for line in process.lines]
+    assert len(lines) == 3, lines
+    assert lines[0].startswith("tiny-model loaded in")
+    assert re.search(r"\d+ KV blocks of 16 tokens: \d+ tokens at once", lines[1])
+    assert str(process.url) in lines[2]
+
+
+def test_h07_sigterm_drains_and_exits_0(folder):
+    process = Process(str(folder), "--drain-timeout", "20")
+    body = {"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True, "temperature": 0}
+    with process.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert process.wait() == 0
+    assert "Traceback" not in "".join(process.lines)
+
+
+def test_two_interrupts_stop_at_once(folder):
+    process = Process(str(folder), "--drain-timeout", "60")
+    body = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    start = time.monotonic()
+    with process.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send(signal.SIGINT)
+        time.sleep(0.2)
+        process.send(signal.SIGINT)
+        assert process.wait() == 1
+    assert time.monotonic() - start < 10
+    assert "Traceback" not in "".join(process.lines)
+
+
+# ---- settings
+
+
+def refused(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+def test_command_line_before_environment_before_file_before_default(tmp_path):
+    path = tmp_path / "octavo.toml"
+    path.write_text('port = 1\nmax-queue = 2\nmax_num_seqs = 3\nhost = "0.0.0.0"\napi_key = ["hidden"]\n')
+    env = {"OCTAVO_PORT": "4", "OCTAVO_MAX_QUEUE": "5"}
+    result = run("--config", str(path), "--print-config", "--port", "6", "--max-body", "1MiB", **env)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert "port = 6  # command line" in lines
+    assert "max_body = 1048576  # command line" in lines
+    assert "max_queue = 5  # environment" in lines
+    assert "max_num_seqs = 3  # config file" in lines
+    assert 'host = "0.0.0.0"  # config file' in lines
+    assert "block_size = 16  # default" in lines
+    assert "hidden" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", ["'prot' is not a setting", "port"]),
+        ("port = ", ["not valid TOML"]),
+        ('port = "many"', ["--port", "integer"]),
+        ("port = 70000", ["65535"]),
+        ('kv_dtype = "int1"', ["float32", "int1"]),
+        ("[server]\nport = 1", ["'server' is not a setting"]),
+        ("max_queue = -1", ["0 or more"]),
+    ],
+)
+def test_a_bad_file_gets_one_sentence(tmp_path, text, words):
+    path = tmp_path / "octavo.toml"
+    path.write_text(text)
+    refused(run("--config", str(path)), 2, *words)
+
+
+def test_other_bad_settings_get_one_sentence(tmp_path):
+    refused(run("--config", str(tmp_path / "none.toml")), 2, "none.toml")
+    refused(run("--max-body", "much"), 2, "a size")
+    refused(run("--api-key", ""), 2, "empty")
+    refused(run("no-such-model", "--port", "0"), 1, "no-such-model")
+
+
+def test_an_address_that_is_taken_is_refused_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(run("--port", str(port)), 1, f"cannot listen on 127.0.0.1:{port}")
