@@ -84,7 +84,7 @@ def sample(
         if not _is_plain(rows[i]):
             try:
                 moved[i] = _moved(table[i], rows[i])
-            except GuideError as error:
+            except GuideError as failure:
                 errors[i] = str(failure)
     if moved:
         values, ids = kernel.best(list(moved.values()), pool)
