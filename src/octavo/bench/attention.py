@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from octavo.bench.machine import machine, versions
+from octavo.bench.machine import machine, torch_threads, versions
 from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused, native
 from octavo.kernels.native import ThreadPool
@@ -298,16 +297,6 @@ def measure_bmm_beside_matmul(rounds: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> dict[str, Any]:
     """Measure everything; nothing is printed or written. ``quick`` takes small shapes (tests)."""
     if threads < 1:
@@ -315,7 +304,7 @@ def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> 
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     pool = ThreadPool(threads)
-    with _torch_threads(threads), torch.inference_mode():
+    with torch_threads(threads), torch.inference_mode():
         # glibc takes big temporaries afresh from the system until a bigger one was freed once. In a
         # process that has loaded a model that has happened; without it the gathers pay for page faults.
         torch.ones(31 << 18)

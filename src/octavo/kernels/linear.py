@@ -66,11 +66,12 @@ class PackedLinear:
     Every part is packed once and is not readable as a matrix any more.
     """
 
-    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool) -> None:
+    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool, isa: str = "auto") -> None:
         self.inputs = inputs
         self.parts = outputs
         self.outputs = sum(outputs.values())
         self._pool = pool
+        self._isa = isa
         self._packed: dict[str, _native.PackedWeight] = {}
 
     def pack(self, part: str, stored: StoredMatrix) -> None:
@@ -91,7 +92,10 @@ class PackedLinear:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` ``[rows, inputs]`` float32; ``bias`` ``[outputs]``; ``residual``, result ``[rows, outputs]``."""
+        """``x`` ``[rows, inputs]`` float32, ``bias`` ``[outputs]``, ``residual`` ``[rows, outputs]``.
+
+        Returns ``[rows, outputs]``.
+        """
         out = torch.empty(x.shape[0], self.outputs)
         _native.linear(
             weights=self.weights,
@@ -103,6 +107,6 @@ class PackedLinear:
             out=out.data_ptr(),
             out_stride=self.outputs,
             pool=self._pool,
-            isa="auto",
+            isa=self._isa,
         )
         return out
