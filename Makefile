@@ -22,7 +22,7 @@ help:
 	@echo "make demo    serve 16 chats with one shared system prompt and print what it took"
 	@echo "make test    run the tests"
 	@echo "make check   lint, format, types, import contracts"
-	@echo "make bench   measure attention and throughput into benchmarks/results/"
+	@echo "make bench   measure attention, linear layers and throughput into benchmarks/results/"
 	@echo "make clean   remove .venv, builds and caches (not the pulled models)"
 	@echo "Every target makes .venv first. TORCH='torch==X' chooses another torch."
 
@@ -40,6 +40,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/octavo bench attention
+	$(BIN)/octavo bench linear
 	$(BIN)/octavo bench throughput --text $(BENCH_TEXT)
 
 # torch comes first and alone, so that its build is the one asked for; the constraint keeps the rest

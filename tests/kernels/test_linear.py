@@ -191,6 +191,10 @@ def test_wrong_data_and_rows() -> None:
         weight.pack_rows(data.data_ptr(), 2, 3, pool(1))
     with pytest.raises(ValueError, match="row 4 does not lie in a weight of 4"):
         weight.expand_row(4, data.data_ptr())
+    odd = layer_of(random_matrix("f32", 4, 8))
+    odd._packed["0"], odd.parts["1"], odd._packed["1"] = weight, 4, _native.PackedWeight("f32", 4, 9)
+    with pytest.raises(ValueError, match="weights of one product must have the same inputs, got 8 and 9"):
+        multiply(odd, torch.zeros(1, 8), "auto")
     with pytest.raises(ValueError, match="isa must be auto, avx512, avx2 or portable, got 'mmx'"):
         multiply(layer_of(random_matrix("f32", 4, 8)), torch.zeros(1, 8), "mmx")
 

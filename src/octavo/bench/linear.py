@@ -210,7 +210,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     for model in result["models"]:
         table = Table(
             title=f"milliseconds for all linear layers of {model['name']}, "
-            f"{model['num_weights'] / 1e6:.0f} M weights ({result['isa']}, {result['threads']} threads, {result['machine']['cpu']})"
+            f"{model['num_weights'] / 1e6:.0f} M weights "
+            f"({result['isa']}, {result['threads']} threads, {result['machine']['cpu']})"
         )
         table.add_column("rows", justify="right")
         for name in (*model["types"], "MKL f32", "MKL / f32", "read", "peak"):
