@@ -25,7 +25,7 @@ help:
 	@echo "make demo    serve 16 chats with one shared system prompt and print what it took"
 	@echo "make test    run the tests"
 	@echo "make check   lint, format, types, import contracts"
-	@echo "make bench   measure attention and throughput into benchmarks/results/"
+	@echo "make bench   measure attention, linear layers and throughput into benchmarks/results/"
 	@echo "make peers   build the environments of the engines to compare with, in $(PEERS_DIR)/ (15 minutes, 5 GB)"
 	@echo "make clean   remove .venv, builds and caches (not the pulled models)"
 	@echo "Every target makes .venv first. TORCH='torch==X' chooses another torch."
@@ -44,6 +44,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/octavo bench attention
+	$(BIN)/octavo bench linear
 	$(BIN)/octavo bench throughput --text $(BENCH_TEXT)
 
 # One that cannot be built does not keep the others from it; the bench names it as not installed.

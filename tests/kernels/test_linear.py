@@ -6,9 +6,15 @@ threads and the instruction set.
 
 from __future__ import annotations
 
+import io
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from rich.console import Console
 
+from octavo.bench.linear import bench_linear
 from octavo.kernels import native
 from octavo.kernels.linear import PackedLinear, StoredMatrix, weight_formats
 from octavo.kernels.native import _native
@@ -185,5 +191,27 @@ def test_wrong_data_and_rows() -> None:
         weight.pack_rows(data.data_ptr(), 2, 3, pool(1))
     with pytest.raises(ValueError, match="row 4 does not lie in a weight of 4"):
         weight.expand_row(4, data.data_ptr())
+    odd = layer_of(random_matrix("f32", 4, 8))
+    odd._packed["0"], odd.parts["1"], odd._packed["1"] = weight, 4, _native.PackedWeight("f32", 4, 9)
+    with pytest.raises(ValueError, match="weights of one product must have the same inputs, got 8 and 9"):
+        multiply(odd, torch.zeros(1, 8), "auto")
     with pytest.raises(ValueError, match="isa must be auto, avx512, avx2 or portable, got 'mmx'"):
         multiply(layer_of(random_matrix("f32", 4, 8)), torch.zeros(1, 8), "mmx")
+
+
+def test_bench_writes_its_table_json_and_plot(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    bench_linear(
+        threads=1, command="octavo bench linear", output=tmp_path, rounds=1, quick=True, console=console
+    )
+    assert isinstance(console.file, io.StringIO)
+    assert "all linear layers of tiny" in console.file.getvalue()
+    (model,) = json.loads((tmp_path / "linear.json").read_text())["models"]
+    assert [case["rows"] for case in model["cases"]] == [1, 8]
+    for case in model["cases"]:
+        for kind in TYPES:
+            assert case[kind]["ms"] > 0
+            assert case[kind]["gflop_per_s"] == pytest.approx(
+                2 * case["rows"] * model["num_weights"] / case[kind]["ms"] / 1e6
+            )
+    assert (tmp_path / "linear.png").stat().st_size > 0

@@ -19,7 +19,7 @@ def test_no_call_is_answered_with_a_500(server, path):
 
     strategy = operation.as_strategy()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=strategy)
     def check(case) -> None:
         response = case.call(base_url=server.url, timeout=20)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from octavo.bench.machine import machine, versions
+from octavo.bench.machine import machine, torch_threads, versions
 from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused, native
 from octavo.kernels.native import ThreadPool
@@ -320,17 +319,6 @@ def measure_bmm_beside_matmul(rounds: int) -> dict[str, Any]:
         "max_difference": (torch.bmm(qh, kh) - torch.matmul(qh, kh)).abs().max().item(),
         "transposes_share_storage": qh.data_ptr() == q.data_ptr() and kh.data_ptr() == k.data_ptr(),
     }
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """torch on ``threads`` threads within the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def run(*, threads: int, command: str, rounds: int = 7, quick: bool = False) -> dict[str, Any]:

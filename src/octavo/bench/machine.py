@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 PACKAGES = ("octavo", "torch", "transformers", "tokenizers", "numpy")
 
@@ -36,3 +40,14 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """torch on so many threads, meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

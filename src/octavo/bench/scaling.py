@@ -25,8 +25,7 @@ from rich.console import Console
 from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.bench import scaling_report
-from octavo.bench.attention import torch_threads
-from octavo.bench.machine import machine, versions
+from octavo.bench.machine import machine, torch_threads, versions
 from octavo.bench.scheduling import measure_scheduling
 from octavo.cache.kv_cache import KVCache, bytes_per_block
 from octavo.config import EngineConfig, ModelConfig

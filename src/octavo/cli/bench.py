@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    help="Measure attention, scaling, throughput and quality; each prints a table and writes JSON."
+    help="Measure attention, linear layers, scaling, throughput, quality; each prints a table and writes JSON."
 )
 
 RESULTS = Path("benchmarks/results")
@@ -53,6 +53,36 @@ def attention(
             output=out,
             rounds=rounds,
             quick=quick,
+            console=_console(),
+        )
+
+
+@app.command("linear")
+def linear(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; types and MKL take turns in each.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, for a quick look.")] = False,
+    isa: Annotated[
+        str, typer.Option(metavar="NAME", help="Instruction set: auto, avx512, avx2 or portable.")
+    ] = "auto",
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What linear layers cost, by weight type and number of rows, beside MKL.
+
+    Times of all linear layers of a model, and how near they come to the machine's read bandwidth and peak.
+    """
+    from octavo.bench.linear import bench_linear
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        bench_linear(
+            threads=threads or usable_cpus(),
+            command=command_line(),
+            output=out,
+            rounds=rounds,
+            quick=quick,
+            isa=isa,
             console=_console(),
         )
 

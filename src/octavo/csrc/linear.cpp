@@ -174,6 +174,11 @@ const LinearKernels& linear_kernels(const Isa& isa) {
 
 void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool, const Isa& isa) {
     if (args.rows < 1 || weights.empty()) return;
+    for (const PackedWeight* weight : weights)
+        if (weight->inputs() != weights[0]->inputs())
+            throw std::invalid_argument("weights of one product must have the same inputs, got " +
+                                        std::to_string(weights[0]->inputs()) + " and " +
+                                        std::to_string(weight->inputs()));
     const LinearKernels& kernels = linear_kernels(isa);
     const std::vector<Group> groups = make_groups(weights, pool.num_threads());
     const int64_t count = int64_t(groups.size());

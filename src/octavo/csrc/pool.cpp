@@ -5,6 +5,10 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#include <unistd.h>
+#endif
 
 namespace octavo {
 namespace {
@@ -22,6 +26,31 @@ inline void pause() {
 #else
     std::this_thread::yield();
 #endif
+}
+
+int this_cpu() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+// The system likes to wake a thread where it was called from. On the caller's CPU it would look for work while the
+// caller, which has it, waits for that CPU; and where others keep every CPU busy nothing moves it for a long time.
+void leave(int cpu) {
+#if defined(__linux__)
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(getpid(), sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) > 1) {
+        others = allowed;
+        CPU_CLR(cpu, &others);
+        sched_setaffinity(0, sizeof others, &others);  // moves at once
+        sched_setaffinity(0, sizeof allowed, &allowed);
+        return;
+    }
+#endif
+    (void)cpu;
+    std::this_thread::yield();
 }
 
 uint64_t call_number(uint64_t state) { return state / kCall; }
@@ -50,6 +79,7 @@ void ThreadPool::call(int64_t count, Body body, const void* context) {
     body_ = body;
     context_ = context;
     count_ = count;
+    caller_cpu_.store(this_cpu(), std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
     // Everything above is published by the open bit, and nobody is in the call before it is set.
     state_.store((call_number(state_.load()) + 1) * kCall | kOpen);
@@ -106,6 +136,8 @@ bool ThreadPool::wait_for_work(uint64_t seen) {
             if (news()) return !stop_.load();
             pause();
         }
+        const int cpu = this_cpu();
+        if (cpu >= 0 && cpu == caller_cpu_.load(std::memory_order_relaxed)) leave(cpu);
     } while (std::chrono::steady_clock::now() - start < kSpin);
     std::unique_lock<std::mutex> lock(sleep_);
     ++sleepers_;

@@ -49,6 +49,7 @@ private:
     // (number of the call << 32) | (open << 31) | threads that are in it beside the caller.
     alignas(64) std::atomic<uint64_t> state_{0};
     alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<int> caller_cpu_{-1};
     std::atomic<bool> stop_{false};
     std::mutex sleep_;
     std::condition_variable wake_;

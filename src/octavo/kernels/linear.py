@@ -66,11 +66,12 @@ class PackedLinear:
     Every part is packed once and is not readable as a matrix any more.
     """
 
-    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool) -> None:
+    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool, isa: str = "auto") -> None:
         self.inputs = inputs
         self.parts = outputs
         self.outputs = sum(outputs.values())
         self._pool = pool
+        self._isa = isa
         self._packed: dict[str, _native.PackedWeight] = {}
 
     def pack(self, part: str, stored: StoredMatrix) -> None:
@@ -103,6 +104,6 @@ class PackedLinear:
             out=out.data_ptr(),
             out_stride=self.outputs,
             pool=self._pool,
-            isa="auto",
+            isa=self._isa,
         )
         return out
