@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    help="Measure attention, linear layers, scaling, throughput, quality; each prints a table and writes JSON."
+    help="Measure attention, linear layers, scaling, throughput, quality: a table and JSON each."
 )
 
 RESULTS = Path("benchmarks/results")
