@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ import torch
 
 from octavo.request import RequestOutput, SamplingParams
 from octavo.serving.server import Server, ServerOptions, listen
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
 
 _spec = importlib.util.spec_from_file_location(
     "tiny_engine_fixtures", Path(__file__).parents[1] / "engine" / "conftest.py"
@@ -146,3 +150,20 @@ def events(response: httpx.Response) -> Iterator[str]:
         if line:
             assert line.startswith("data: "), line
             yield line.removeprefix("data: ")
+
+
+def of(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def chunks_of(server, path, body):
+    """All events of a stream; the last is [DONE]."""
+    with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return list(events(response))
+
+
+def parsed(chunks: list[str]) -> list[dict]:
+    assert chunks[-1] == "[DONE]"
+    return [json.loads(chunk) for chunk in chunks[:-1]]
