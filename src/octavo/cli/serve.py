@@ -316,6 +316,7 @@ def serve(ctx: typer.Context, **values: Any) -> None:
     raise typer.Exit(run(engine, options, listener))
 
 
+# typer reads the options from the signature; functions take it as any attribute.
 serve.__signature__ = _signature()  # type: ignore[attr-defined]
 serve.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
 

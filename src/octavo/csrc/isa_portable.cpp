@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "half.h"
 #include "topk.h"
 
 namespace octavo {
@@ -67,18 +68,7 @@ inline F8 power_of_two8(const F8& t) {
 
 inline float to_float(float x) { return x; }
 
-inline float to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff;
-    if (exponent == 0) {
-        const float magnitude = float(fraction) * 0x1p-24f;
-        return sign ? -magnitude : magnitude;
-    }
-    uint32_t bits = sign | ((exponent + 112) << 23) | (fraction << 13);
-    if (exponent == 31) bits = sign | 0x7f800000u | (fraction << 13) | (fraction ? 0x400000u : 0);
-    float out;
-    std::memcpy(&out, &bits, 4);
-    return out;
-}
+inline float to_float(uint16_t h) { return half_to_float(h); }
 
 inline F8 load8(const uint16_t* p) {
     return map8([&](int i) { return to_float(p[i]); });

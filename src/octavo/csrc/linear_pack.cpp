@@ -1,6 +1,7 @@
 #include "linear_pack.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "linear.h"
 

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "linear_kernels.h"
-#include "linear_pack.h"
+#include "half.h"
 
 namespace octavo {
 namespace {

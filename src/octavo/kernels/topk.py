@@ -128,7 +128,7 @@ def _native(x: torch.Tensor) -> bool:
 # Operators of their own: torch.compile and checkpoints see two opaque calls with known shapes. The
 # flat arguments are what an operator's schema can hold.
 @torch.library.custom_op("octavo::topk_attention", mutates_args=())
-def _forward(  # noqa: PLR0913
+def _forward(  # noqa: PLR0913  (an operator's schema is flat)
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -155,7 +155,7 @@ def _(q, k, v, key_padding_mask, topk, recent, causal, scale, l2, grad_threshold
 
 
 @torch.library.custom_op("octavo::topk_attention_backward", mutates_args=())
-def _backward(  # noqa: PLR0913
+def _backward(  # noqa: PLR0913  (an operator's schema is flat)
     out_grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
