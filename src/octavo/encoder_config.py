@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.metadata_kinds import MAX_LAYERS, UnsupportedModelError, check_kinds, check_number, size_of
+from octavo.metadata_kinds import (
+    MAX_LAYERS,
+    UnsupportedModelError,
+    c2psa_fields,
+    check_kinds,
+    check_number,
+    size_of,
+)
 
 MODEL_TYPES = ("bert", "roberta", "distilbert")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -17,6 +24,7 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 class EncoderConfig:
     """``first_position`` is the position of a text's first token; ``max_tokens`` the longest text.
 
+    ``num_heads`` counts the heads before ``compress_rate`` of them share their projections.
     ``labels`` are the classes of the head, in order, or empty without one; one label is a regression.
     ``compress_rate`` and ``topk`` are set where the attention is C2PSA. ``pooling`` ("mean" or "cls") and
     ``normalize`` say what an embedding is.
@@ -40,6 +48,10 @@ class EncoderConfig:
     topk: int | None = None
     pooling: str = "mean"
     normalize: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], sentence: SentenceFiles | None = None) -> EncoderConfig:
@@ -67,10 +79,8 @@ class EncoderConfig:
         positions = config.get("position_embedding_type") or "absolute"
         if positions != "absolute":
             raise UnsupportedModelError(f"position_embedding_type must be 'absolute', got {positions!r:.100}")
-        if sizes["hidden_size"] % sizes["num_heads"]:
-            raise UnsupportedModelError(
-                f"hidden_size ({sizes['hidden_size']}) must be a multiple of the heads ({sizes['num_heads']})"
-            )
+        c2psa = c2psa_fields(config)
+        sizes["num_heads"] = _heads_before_sharing(config, sizes, c2psa.get("compress_rate", 1))
         # RoBERTa counts positions from behind its padding token's.
         first = int(config.get("pad_token_id") or 0) + 1 if family == "roberta" else 0
         sentence = SentenceFiles() if sentence is None else sentence
@@ -91,7 +101,7 @@ class EncoderConfig:
             multi_label=config.get("problem_type") == "multi_label_classification",
             pooling=sentence.pooling,
             normalize=sentence.normalize,
-            **_c2psa(config),
+            **c2psa,
         )
 
 
@@ -132,7 +142,6 @@ class SentenceFiles:
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "activation": str,
     "architectures": list,
-    "c2psa": dict,
     "hidden_act": str,
     "id2label": dict,
     "pad_token_id": int,
@@ -166,9 +175,23 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _c2psa(config: Mapping[str, Any]) -> dict[str, int]:
-    """The key "c2psa" of a converted checkpoint: {"compress_rate": r, "topk": k}."""
-    found = config.get("c2psa")
-    if found is None:
-        return {}
-    return {key: size_of(found, key, "c2psa of config.json") for key in ("compress_rate", "topk")}
+
+def _heads_before_sharing(config: Mapping[str, Any], sizes: Mapping[str, int], rate: int) -> int:
+    """Where ``head_dim`` is stated, the heads are those that are computed, and stand for ``rate`` times as many.
+
+    Without it, as in every plain checkpoint, they are the heads before any share their projections.
+    """
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if config.get("head_dim") is None:
+        if hidden % heads:
+            raise UnsupportedModelError(
+                f"hidden_size ({hidden}) must be a multiple of the heads ({heads})"
+            )
+        return heads
+    head_dim = size_of(config, "head_dim", "config.json")
+    if heads * rate * head_dim != hidden:
+        raise UnsupportedModelError(
+            f"hidden_size ({hidden}) must be the heads ({heads}) times compress_rate ({rate}) "
+            f"times head_dim ({head_dim})"
+        )
+    return heads * rate
