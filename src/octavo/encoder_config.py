@@ -175,18 +175,15 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-
 def _heads_before_sharing(config: Mapping[str, Any], sizes: Mapping[str, int], rate: int) -> int:
-    """Where ``head_dim`` is stated, the heads are those that are computed, and stand for ``rate`` times as many.
+    """Where ``head_dim`` is stated, the heads are those that are computed: each stands for ``rate``.
 
     Without it, as in every plain checkpoint, they are the heads before any share their projections.
     """
     hidden, heads = sizes["hidden_size"], sizes["num_heads"]
     if config.get("head_dim") is None:
         if hidden % heads:
-            raise UnsupportedModelError(
-                f"hidden_size ({hidden}) must be a multiple of the heads ({heads})"
-            )
+            raise UnsupportedModelError(f"hidden_size ({hidden}) must be a multiple of the heads ({heads})")
         return heads
     head_dim = size_of(config, "head_dim", "config.json")
     if heads * rate * head_dim != hidden:

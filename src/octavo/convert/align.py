@@ -1,13 +1,13 @@
 """Turning heads so that they can be averaged: orthogonal Procrustes problems.
 
-A head computes the same when q and k are turned by one orthogonal matrix R, since (R q) . (R k) = q . k, and when
-v is turned by U and the output projection by its transpose, since (W_O U^T)(U v) = W_O v. So the heads of a group may
-be turned towards each other before they are averaged (arXiv 2412.20677), and nothing that the model computes changes
-until they are.
+A head computes the same when q and k are turned by one orthogonal matrix R, since (R q) . (R k) = q . k, and
+when v is turned by U and the output projection by its transpose, since (W_O U^T)(U v) = W_O v. So the heads
+of a group may be turned towards each other before they are averaged (arXiv 2412.20677), and nothing that the
+model computes changes until they are.
 
 With rotary positions R must commute with the rotation of every position. That rotates each pair of dimensions
-(j, j + head_dim / 2) by an angle of its own frequency; what commutes with all of them is a turn of each pair, that is
-a phase for each frequency when the pair is read as one complex number.
+(j, j + head_dim / 2) by an angle of its own frequency; what commutes with all of them is a turn of each pair,
+that is a phase for each frequency when the pair is read as one complex number.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ Family = Literal["orthogonal", "phases"]
 def turns(own: Tensor, target: Tensor, family: Family) -> Tensor:
     """The turn of each head that brings it nearest to its target: argmin over R of ``|R own - target|``.
 
-    ``own`` and ``target`` are ``[..., head_dim, columns]``, the result is ``[..., head_dim, head_dim]``. Orthogonal: U V^T
-    of the singular value decomposition of ``target own^T`` (Schönemann 1966). Phases: of each pair, the
-    argument of ``sum(target conj(own))``, 0 where that sum is 0.
+    ``own`` and ``target`` are ``[..., head_dim, columns]``, the result is ``[..., head_dim, head_dim]``.
+    Orthogonal: U V^T of the singular value decomposition of ``target own^T`` (Schönemann 1966). Phases: of
+    each pair, the argument of ``sum(target conj(own))``, 0 where that sum is 0.
     """
     if family == "orthogonal":
         u, _, vh = torch.linalg.svd(target @ own.mT)
-        return u @ vh
+        turned: Tensor = u @ vh
+        return turned
     phase = _pair_products(own, target)
     length = phase.abs()
     phase = torch.where(length > 0, phase / length.where(length > 0, 1.0), 1.0)
@@ -46,10 +47,11 @@ def distances(heads: Tensor, family: Family) -> Tensor:
         common = torch.linalg.svdvals(one @ other.mT).sum(-1)
     else:
         common = _pair_products(other, one).abs().sum(-1)
-    return (energy[:, None] + energy[None, :] - 2 * common).clamp(min=0)
+    squared: Tensor = energy[:, None] + energy[None, :] - 2 * common
+    return squared.clamp(min=0)
 
 
 def _pair_products(own: Tensor, target: Tensor) -> Tensor:
-    """``sum(target conj(own))`` over the columns, ``[..., head_dim / 2]`` complex, a number for each rotary pair."""
+    """``sum(target conj(own))`` over the columns, complex, for each rotary pair: ``[..., head_dim / 2]``."""
     (a, b), (c, d) = own.chunk(2, -2), target.chunk(2, -2)
     return torch.complex((c * a + d * b).sum(-1), (d * a - c * b).sum(-1))

@@ -35,12 +35,14 @@ def read_windows(source: Source, text: str, length: int, most: int) -> Windows:
     for name, part in zip(("four fifths", "fifth"), parts, strict=True):
         if not len(part):
             raise ValueError(f"the text is too short: its {name} must hold a window of {length} tokens")
-    fit, held_out = (_spread(part, limit // length) for part, limit in zip(parts, (most, most // 4), strict=True))
+    fit, held_out = (
+        _spread(part, limit // length) for part, limit in zip(parts, (most, most // 4), strict=True)
+    )
     return Windows(fit, held_out)
 
 
 def moment_roots(stack: Stack, heads: Sequence[LayerHeads], ids: Tensor) -> list[Tensor]:
-    """Of each layer's attention inputs with a 1 behind each: a square root of their second moment, float64."""
+    """Of each layer's attention inputs with a 1 behind: a square root of their second moment, float64."""
     roots = []
     x = stack.embed(ids)
     for i, layer in enumerate(heads):
@@ -75,11 +77,11 @@ def end_metric(
     ids: Tensor,
     topk: int | None,
 ) -> dict[str, Any]:
-    """Decoders: the perplexity of each window's second half. Encoders: the cosine to the original's vectors."""
+    """A decoder's perplexity of each window's second half; an encoder's cosine to the original's vectors."""
     if isinstance(stack, DecoderStack):
         return {"perplexity": _perplexity(stack, variant, ids, topk)}
     cosines = []
-    for part in ids.split(WINDOWS):
+    for part in torch.split(ids, WINDOWS):
         theirs = stack.outcome(run(stack, original, part))
         ours = stack.outcome(run(stack, variant, part, topk))
         cosines.append(F.cosine_similarity(theirs, ours, dim=-1))
@@ -90,7 +92,7 @@ def end_metric(
 def _perplexity(stack: Stack, variant: Sequence[LayerHeads], ids: Tensor, topk: int | None) -> float:
     losses = []
     half = ids.shape[1] // 2
-    for part in ids.split(WINDOWS):
+    for part in torch.split(ids, WINDOWS):
         x = run(stack, variant, part, topk)
         for row, window in zip(x, part, strict=True):
             logits = stack.outcome(row[None, half - 1 : -1])[0]

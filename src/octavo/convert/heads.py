@@ -27,9 +27,9 @@ class HeadCounts(NamedTuple):
     def pooled(self, compress_rate: int) -> HeadCounts:
         """What is left when every ``compress_rate`` query heads become one.
 
-        ``g = num_heads / compress_rate`` heads must be a multiple of the K and V heads that are left, and those
-        must come out of whole old ones, so ``gcd(g, num_kv_heads)`` are left: all of them wherever that is
-        possible. 9 heads over 3 at rate 3: 3 over 3. 14 over 2 at rate 2: 7 over 1; at rate 7: 2 over 2.
+        ``g = num_heads / compress_rate`` heads must be a multiple of the K and V heads that are left, and
+        those must come out of whole old ones, so ``gcd(g, num_kv_heads)`` are left: all of them wherever that
+        is possible. 9 heads over 3 at rate 3: 3 over 3. 14 over 2 at rate 2: 7 over 1; at rate 7: 2 over 2.
         Raises ValueError, with the divisors, for a rate that does not divide ``num_heads``.
         """
         groups = self.num_heads // resolve_compress_rate(self.num_heads, compress_rate)
@@ -40,9 +40,10 @@ class HeadCounts(NamedTuple):
 class LayerHeads:
     """Projections cut into heads.
 
-    ``q`` is ``[num_heads, head_dim, inputs + 1]``, ``k`` and ``v`` are ``[num_kv_heads, head_dim, inputs + 1]``: the
-    last column is the bias, 0 unless ``biased``. ``o`` is ``[num_heads, hidden, head_dim]``: the output is the sum
-    over heads of ``o`` times what the head read, plus ``o_bias`` ``[hidden]`` where there is one.
+    ``q`` is ``[num_heads, head_dim, inputs + 1]``, ``k`` and ``v`` are ``[num_kv_heads, head_dim, inputs +
+    1]``: the last column is the bias, 0 unless ``biased``. ``o`` is ``[num_heads, hidden, head_dim]``: the
+    output is the sum over heads of ``o`` times what the head read, plus ``o_bias`` ``[hidden]`` where there
+    is one.
     """
 
     q: Tensor
@@ -62,7 +63,7 @@ class LayerHeads:
 
     @classmethod
     def cut(cls, tensors: Mapping[str, Tensor], head_dim: int) -> LayerHeads:
-        """From ``q.weight``, ``q.bias``, ... ``o.weight``, ``o.bias`` (biases may be absent) in torch's layout."""
+        """From ``q.weight``, ``q.bias``, ... ``o.bias`` in torch's layout; biases may be absent."""
 
         def stack(role: str) -> Tensor:
             weight = tensors[f"{role}.weight"]

@@ -17,8 +17,9 @@ from octavo.models.rope import Rotation, rotate
 class Attend:
     """How a layer attends, beside its heads.
 
-    ``scale`` multiplies q . k. ``rotation`` is that of positions 0, 1, ... where positions are rotary, ``window`` the
-    keys that a query sees at most, itself included. ``topk`` keys are kept of more, or all where it is None.
+    ``scale`` multiplies q . k. ``rotation`` is that of positions 0, 1, ... where positions are rotary,
+    ``window`` the keys that a query sees at most, itself included. ``topk`` keys are kept of more, or all
+    where it is None.
     """
 
     scale: float
@@ -64,4 +65,4 @@ def attention(heads: LayerHeads, x: Tensor, how: Attend) -> Tensor:
 def _project(stack: Tensor, x: Tensor) -> Tensor:
     """``[b, n, heads, head_dim]``."""
     rows = stack.flatten(0, 1)
-    return F.linear(x, rows[:, :-1], rows[:, -1]).unflatten(-1, stack.shape[:2])
+    return F.linear(x, rows[:, :-1], rows[:, -1]).view(*x.shape[:2], *stack.shape[:2])

@@ -1,9 +1,9 @@
 """Which heads become one, how they are turned first, and the heads that come out.
 
-What is averaged are the rows of W_Q, W_K and W_V (with their biases), what is summed are the columns of W_O: heads with
-the same q, k and v read the same, so that is exact for them. ``mean`` takes heads that lie side by side and averages
-them as they are (arXiv 2305.13245); ``aligned`` chooses groups whose heads can be turned towards each other, and turns
-them (arXiv 2412.20677).
+What is averaged are the rows of W_Q, W_K and W_V (with their biases), what is summed are the columns of W_O:
+heads with the same q, k and v read the same, so that is exact for them. ``mean`` takes heads that lie side by
+side and averages them as they are (arXiv 2305.13245); ``aligned`` chooses groups whose heads can be turned
+towards each other, and turns them (arXiv 2412.20677).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ROUNDS = 200
 class Plan:
     """How a layer is pooled.
 
-    ``kv_groups`` lists the old K and V heads of each new one, ``q_groups`` the old query heads of each new one, in
-    the order of the new heads. ``qk`` and ``vo`` ``[num_kv_heads, head_dim, head_dim]`` turn a K head with its query
-    heads, and a V head with their output projections. ``error`` is the share of the heads' energy that averaging
-    loses: half of it Q's and K's, half of it V's.
+    ``kv_groups`` lists the old K and V heads of each new one, ``q_groups`` the old query heads of each new
+    one, in the order of the new heads. ``qk`` and ``vo`` ``[num_kv_heads, head_dim, head_dim]`` turn a K head
+    with its query heads, and a V head with their output projections. ``error`` is the share of the heads'
+    energy that averaging loses: half of it Q's and K's, half of it V's.
     """
 
     kv_groups: Groups
@@ -48,9 +48,9 @@ def plan(
 ) -> Plan:
     """Choose groups and turns. The error of "aligned" is never above that of "mean".
 
-    ``root`` ``[inputs + 1, inputs + 1]`` is a square root of the second moment of the layer's inputs (with a 1 behind
-    each for the bias), so that what is compared are the heads' numbers on such inputs; None: their weights.
-    Everything is computed in float64. Raises ValueError for a rate that does not divide the heads.
+    ``root`` ``[inputs + 1, inputs + 1]`` is a square root of the second moment of the layer's inputs (with a
+    1 behind each for the bias), so that what is compared are the heads' numbers on such inputs; None: their
+    weights. Everything is computed in float64. Raises ValueError for a rate that does not divide the heads.
     """
     layer = _Layer(heads, compress_rate, family, root)
     plain = _consecutive(heads.counts.num_kv_heads, layer.kv_size)
@@ -91,8 +91,8 @@ def pool(heads: LayerHeads, made: Plan) -> LayerHeads:
 def partition(distance: Tensor, size: int) -> Groups:
     """Cut ``0 .. n - 1`` into groups of ``size`` with small distances ``[n, n]`` within them.
 
-    Exchanges of two members from groups side by side, and from groups of near neighbours, until none helps; the
-    better result of the two. Members and groups are in ascending order.
+    Exchanges of two members from groups side by side, and from groups of near neighbours, until none helps;
+    the better result of the two. Members and groups are in ascending order.
     """
     n = distance.shape[0]
     found = [_exchange(distance, start) for start in (_consecutive(n, size), _greedy(distance, size))]
@@ -102,7 +102,7 @@ def partition(distance: Tensor, size: int) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One new K and V head with its new query heads; turns ``[members, head_dim, head_dim]``, errors squared."""
+    """One new K and V head with its new query heads; turns are ``[members, head_dim, head_dim]``."""
 
     members: list[int]
     q_groups: Groups
@@ -114,14 +114,14 @@ class _Group:
 class _Layer:
     """The heads' numbers: ``q``, ``k`` and ``v`` as in LayerHeads, times ``root``, in float64."""
 
-    def __init__(
-        self, heads: LayerHeads, compress_rate: int, family: Family, root: Tensor | None
-    ) -> None:
+    def __init__(self, heads: LayerHeads, compress_rate: int, family: Family, root: Tensor | None) -> None:
         self.counts, self.family = heads.counts, family
         left = self.counts.pooled(compress_rate)
         self.rate = self.counts.num_heads // left.num_heads
         self.kv_size = self.counts.num_kv_heads // left.num_kv_heads
-        stacks = (x.double() if root is None else x.double() @ root.double() for x in (heads.q, heads.k, heads.v))
+        stacks = (
+            x.double() if root is None else x.double() @ root.double() for x in (heads.q, heads.k, heads.v)
+        )
         self.q, self.k, self.v = stacks
         # A head of zeros has nothing to lose.
         tiny = torch.finfo(torch.float64).tiny
@@ -129,7 +129,7 @@ class _Layer:
         self.v_energy = float(self.v.square().sum()) + tiny
 
     def nearest(self) -> Groups:
-        """K and V heads that can be turned to lie near each other; with one query head each, those count too."""
+        """K and V heads that can be turned to lie near each other; a K head's only query head counts too."""
         seen = self.k if self.counts.repeats > 1 else torch.cat((self.k, self.q), -1)
         energy = float(seen.square().sum()) or 1.0
         distance = distances(seen, self.family) / energy
@@ -210,7 +210,7 @@ class _Layer:
         k_mean = (found.qk @ k).mean(0).expand_as(k)
 
         def beside(k: Tensor, q: Tensor) -> Tensor:
-            per_member = q.unflatten(0, (len(found.members), repeats)).transpose(1, 2).flatten(2)
+            per_member = q.view(len(found.members), repeats, *q.shape[1:]).transpose(1, 2).flatten(2)
             return torch.cat((k, per_member), -1)
 
         return beside(k, q), beside(k_mean, q_mean)

@@ -1,10 +1,9 @@
 """Fitting the pooled heads, layer by layer, to what the original's layers compute on a text.
 
-A layer is given what the layers before it, already fitted, make of the text, and shall bring the residual stream back
-to the original's: its target is the original's attention output plus what the stream has strayed by. First the
-output projection is solved for (linear least squares), then a few steps of Adam change all of the
-attention's weights, then the output projection is solved for again. Only attention changes; nothing is trained through
-more than one layer.
+Each layer's attention is given what the original's is given, and shall give what that gives. First the output
+projection is solved for (linear least squares), then a few steps of Adam change all of the attention's weights,
+then the output projection is solved for again; what has the least error of these is kept. Only attention changes, and
+nothing is trained through more than one layer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from octavo.convert.stack import WINDOWS, Stack
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """``steps`` of Adam a layer, on ``batch`` windows each, from ``learning_rate`` down to 0 by half a cosine.
+    """``steps`` of Adam a layer, of ``batch`` windows each, ``learning_rate`` falling to 0 by half a cosine.
 
     ``ridge`` is added to the least squares' diagonal, relative to its mean.
     """
@@ -54,35 +53,33 @@ def recover(
 ) -> Fitted:
     """Fit ``pooled`` to ``original`` on token ids ``[windows, length]``.
 
-    ``step_done`` is called ``how.steps + 1`` times a layer. The same seed gives the same heads on the same machine
-    and number of threads.
+    ``step_done`` is called ``how.steps + 1`` times a layer. The same seed gives the same heads on the same
+    machine and number of threads.
     """
     generator = torch.Generator().manual_seed(how.seed)
     fitted = Fitted([], [], [])
     with torch.no_grad():
-        theirs = stack.embed(ids)
-        ours = theirs.clone()
+        x = stack.embed(ids)
     for i, (before, start) in enumerate(zip(original, pooled, strict=True)):
-        full, few = stack.attends(i, ids.shape[1], None), stack.attends(i, ids.shape[1], topk)
         with torch.no_grad():
-            wanted = run_attention(before, stack.attention_input(i, theirs), full)
-            task = _Task(stack.attention_input(i, ours), theirs + wanted - ours, few)
-            fitted.before.append(task.error(start))
+            inputs = stack.attention_input(i, x)
+            wanted = run_attention(before, inputs, stack.attends(i, ids.shape[1], None))
+            task = _Task(inputs, wanted, stack.attends(i, ids.shape[1], topk))
             heads = task.solve_output(start, how.ridge)
         heads = task.descend(heads, how, generator, step_done)
         with torch.no_grad():
             heads = task.best([start, heads, task.solve_output(heads, how.ridge)])
-            fitted.after.append(task.error(heads))
             fitted.heads.append(heads)
-            theirs = stack.finish(i, theirs, wanted)
-            ours = stack.finish(i, ours, run_attention(heads, task.x, few))
+            fitted.before.append(task.error(start))
+            fitted.after.append(task.error(heads))
+            x = stack.finish(i, x, wanted)
         step_done()
     return fitted
 
 
 def run_attention(heads: LayerHeads, x: Tensor, how: Attend) -> Tensor:
     """``layer.attention`` on a few windows at a time."""
-    return torch.cat([attention(heads, part, how) for part in x.split(WINDOWS)])
+    return torch.cat([attention(heads, part, how) for part in torch.split(x, WINDOWS)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +103,7 @@ class _Task:
         width = size + (heads.o_bias is not None)
         moment = torch.zeros(width, width, dtype=torch.float64)
         product = torch.zeros(width, heads.o.shape[1], dtype=torch.float64)
-        for x, target in zip(self.x.split(WINDOWS), self.target.split(WINDOWS), strict=True):
+        for x, target in zip(*(torch.split(t, WINDOWS) for t in (self.x, self.target)), strict=True):
             read = context(heads, x, self.how).flatten(0, 1)
             if width > size:
                 read = torch.cat((read, read.new_ones(len(read), 1)), 1)
@@ -114,7 +111,7 @@ class _Task:
             product += read.T @ target.flatten(0, 1)
         moment += ridge * moment.diagonal().mean() * torch.eye(width, dtype=torch.float64)
         solved = torch.linalg.solve(moment, product).float()
-        o = solved[:size].T.unflatten(1, (-1, heads.head_dim)).transpose(0, 1)
+        o = solved[:size].T.reshape(-1, heads.o.shape[0], heads.head_dim).transpose(0, 1)
         return replace(heads, o=o, o_bias=None if width == size else solved[size])
 
     def descend(
@@ -130,7 +127,7 @@ class _Task:
             rows = torch.randperm(len(self.x), generator=generator)[: how.batch]
             loss = (attention(heads, self.x[rows], self.how) - self.target[rows]).square().mean() / scale
             adam.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             if not heads.biased:
                 for stack in (heads.q, heads.k, heads.v):
                     assert stack.grad is not None

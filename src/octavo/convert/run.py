@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.config import ModelConfig
 from octavo.convert.evaluate import Windows, end_metric, layer_errors, moment_roots, read_windows
 from octavo.convert.heads import LayerHeads
 from octavo.convert.pool import METHODS, Method, Plan, plan, pool
@@ -29,8 +30,8 @@ Progress = Callable[[str, int], Callable[[], None]]
 class Options:
     """What to make. ``text`` is what the heads are fitted to and measured on, or None for neither.
 
-    ``window`` and ``tokens``: how long the text's windows are, at most as long as the model takes, and how many tokens
-    are fitted to at most; a quarter as many are measured on.
+    ``window`` and ``tokens``: how long the text's windows are, at most as long as the model takes, and how
+    many tokens are fitted to at most; a quarter as many are measured on.
     """
 
     compress_rate: int | str = "auto"
@@ -99,6 +100,8 @@ def _fitted(
     report["pooling_error"] = {method: [made.error for made in plans[method]] for method in METHODS}
     measured = _Measured(stack, original, windows.held_out)
     steps = report["steps"] = [measured.step("original", original, None)]
+    if topk is not None and topk < windows.held_out.shape[1]:
+        steps.append(measured.step("original, top-k", original, topk))
     for method in METHODS:
         variant = _pooled(original, plans[method])
         steps.append(measured.step("mean-pooled" if method == "mean" else "aligned", variant, topk))
@@ -160,10 +163,10 @@ def _pooled(heads: Sequence[LayerHeads], plans: Sequence[Plan]) -> list[LayerHea
 
 
 def _length(source: Source, options: Options) -> int:
-    config = source.config
-    longest = config.max_position_embeddings if source.is_decoder else config.max_tokens  # type: ignore[union-attr]
     check_int("window", options.window, 8)
-    return min(options.window, longest)
+    config = source.config
+    most = config.max_position_embeddings if isinstance(config, ModelConfig) else config.max_tokens
+    return min(options.window, most)
 
 
 def _head_report(source: Source, rate: int, options: Options) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -21,10 +20,13 @@ from octavo.models import registry
 from octavo.weights.load import Checkpoint
 from octavo.weights.stored import float32
 
-#: Decoders whose heads may be turned: the others norm q and k head by head, or have their own names and layout.
+#: Decoders whose heads may be turned: the others norm q and k head by head, or have their own names and
+#: layout.
 DECODERS = ("llama", "mistral", "qwen2")
 
-_ATTENTION = re.compile(r"(?:model\.)?layers\.(\d+)\.(?:self_attn|attention)\.(q|k|v|o|out)_proj\.(weight|bias)")
+_ATTENTION = re.compile(
+    r"(?:model\.)?layers\.(\d+)\.(?:self_attn|attention)\.(q|k|v|o|out)_proj\.(weight|bias)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Source:
         return int(found[0][1]), f"{role}.{found[0][3]}"
 
     def heads(self) -> list[LayerHeads]:
-        """The heads of every layer, float32, in memory of their own. Raises ValueError for weights that lack."""
+        """The heads of every layer, float32, in memory of their own. Raises ValueError where one lacks."""
         layers: list[dict[str, Tensor]] = [{} for _ in range(self.config.num_layers)]
         for name, weight in self.checkpoint.weights():
             place = self.attention_part(name)
@@ -99,7 +101,9 @@ def read_source(checkpoint: Checkpoint) -> Source:
     """Raises ValueError, in one sentence, for a model that cannot be converted."""
     name = checkpoint.path.name
     if checkpoint.kind == "hf" and checkpoint.metadata.get("c2psa") is not None:
-        raise ValueError(f"{name} is converted already (config.json has the key 'c2psa'): convert its original")
+        raise ValueError(
+            f"{name} is converted already (config.json has the key 'c2psa'): convert its original"
+        )
     if is_encoder(checkpoint):
         return Source(checkpoint, read_encoder_config(checkpoint))
     config = read_config(checkpoint)

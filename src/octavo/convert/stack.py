@@ -1,12 +1,12 @@
 """A model as a stack of layers whose attention can be exchanged, for many windows of one length at a time.
 
-The layers' norms and MLPs are the engine's own modules, the attention is ``layer.attention`` with any heads. A window
-starts at position 0 and sees no other.
+The layers' norms and MLPs are the engine's own modules, the attention is ``layer.attention`` with any heads.
+A window starts at position 0 and sees no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.config import ModelConfig
 from octavo.convert.heads import LayerHeads
 from octavo.convert.layer import Attend, attention
 from octavo.encoder_config import EncoderConfig
@@ -22,8 +23,7 @@ from octavo.models import registry
 from octavo.models.decoder import Decoder
 from octavo.models.encoder import Encoder, EncoderBatch, EncoderLayer
 from octavo.models.layers import DecoderLayer
-from octavo.models.rope import Rotation, RopeTable
-from octavo.config import ModelConfig
+from octavo.models.rope import RopeTable, Rotation
 from octavo.weights.load import Checkpoint, load_model
 
 #: Tokens that an MLP sees at once.
@@ -68,7 +68,7 @@ def run(stack: Stack, heads: Sequence[LayerHeads], ids: Tensor, topk: int | None
 
 
 class DecoderStack:
-    """See Stack. For the architectures that ``octavo.convert`` takes: no norm of heads, none after attention."""
+    """See Stack. For ``source.DECODERS`` alone: no norm of heads, none after attention."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -94,7 +94,7 @@ class DecoderStack:
         return x + _in_chunks(lambda part: own.mlp(own.mlp_norm(part)), x)
 
     def outcome(self, x: Tensor) -> Tensor:
-        return self._decoder.logits(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return self._decoder.logits(x.flatten(0, 1)).view(*x.shape[:2], -1)
 
     def _layer(self, index: int) -> DecoderLayer:
         return cast(DecoderLayer, self._decoder.layers[index])
@@ -149,6 +149,5 @@ def load_stack(checkpoint: Checkpoint, config: ModelConfig | EncoderConfig) -> D
     return EncoderStack(encoder)
 
 
-def _in_chunks(function, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-    flat = x.flatten(0, 1)
-    return torch.cat([function(part) for part in flat.split(CHUNK)]).view(x.shape)
+def _in_chunks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([function(part) for part in torch.split(x.flatten(0, 1), CHUNK)]).view(x.shape)

@@ -107,7 +107,7 @@ class Encoder(nn.Module):
         return torch.cat([self.pool(x) for x in _texts(self(batch), batch.runs)])
 
     def pool(self, x: torch.Tensor) -> torch.Tensor:
-        """The vectors of texts of one length: the last layer's output ``[texts, tokens, hidden]`` -> ``[texts, hidden]``."""
+        """The vectors of texts of one length, ``[texts, hidden]``, from ``[texts, tokens, hidden]``."""
         pooled = x.mean(1) if self.config.pooling == "mean" else x[:, 0]
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
