@@ -36,22 +36,10 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> None:
 def test_json_has_every_step(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_text(TEXT)
-    options = [
-        "--compress-rate",
-        "2",
-        "--topk",
-        "8",
-        "--distill",
-        str(text),
-        "--steps",
-        "4",
-        "--window",
-        "16",
-    ]
+    options = ["--compress-rate", "2", "--topk", "8", "--threads", "1", "--json"]
+    options += ["--distill", str(text), "--steps", "4", "--window", "16"]
     capsys.readouterr()
-    assert (
-        exit_code(["convert", str(model), str(tmp_path / "out"), *options, "--threads", "1", "--json"]) == 0
-    )
+    assert exit_code(["convert", str(model), str(tmp_path / "out"), *options]) == 0
     report = json.loads(capsys.readouterr().out)
     names = ["original", "original, top-k", "mean-pooled", "aligned", "aligned+distilled"]
     assert [step["step"] for step in report["steps"]] == names

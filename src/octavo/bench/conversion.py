@@ -32,9 +32,9 @@ class Case:
 
 
 CASES = (
-    Case(DEFAULT_MODEL, 3, 256, 16_384),
-    Case("minilm", 2, 128, 32_768),
-    Case("minilm", 4, 128, 32_768),
+    Case(DEFAULT_MODEL, 3, 256, 8_192),
+    Case("minilm", 2, 128, 16_384),
+    Case("minilm", 4, 128, 16_384),
 )
 #: Keys that a query keeps; a decoder attends to all of them.
 TOPK = 64

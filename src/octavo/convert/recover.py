@@ -1,9 +1,9 @@
 """Fitting the pooled heads, layer by layer, to what the original's layers compute on a text.
 
 Each layer's attention is given what the original's is given, and shall give what that gives. First the output
-projection is solved for (linear least squares), then a few steps of Adam change all of the attention's weights,
-then the output projection is solved for again; what has the least error of these is kept. Only attention changes, and
-nothing is trained through more than one layer.
+projection is solved for (linear least squares), then a few steps of Adam change all of the attention's
+weights, then the output projection is solved for again; what has the least error of these is kept. Only
+attention changes, and nothing is trained through more than one layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from octavo.convert.stack import WINDOWS, Stack
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """``steps`` of Adam a layer, of ``batch`` windows each, ``learning_rate`` falling to 0 by half a cosine.
+    """``steps`` of Adam a layer, of ``batch`` tokens each, ``learning_rate`` falling to 0 by half a cosine.
 
     ``ridge`` is added to the least squares' diagonal, relative to its mean.
     """
 
     steps: int = 60
-    batch: int = 8
+    batch: int = 1024
     learning_rate: float = 1e-3
     ridge: float = 1e-4
     seed: int = 0
@@ -68,10 +68,11 @@ def recover(
             heads = task.solve_output(start, how.ridge)
         heads = task.descend(heads, how, generator, step_done)
         with torch.no_grad():
-            heads = task.best([start, heads, task.solve_output(heads, how.ridge)])
-            fitted.heads.append(heads)
-            fitted.before.append(task.error(start))
-            fitted.after.append(task.error(heads))
+            found = [start, heads, task.solve_output(heads, how.ridge)]
+            errors = [task.error(each) for each in found]
+            fitted.before.append(errors[0])
+            fitted.after.append(min(errors))
+            fitted.heads.append(found[errors.index(min(errors))])
             x = stack.finish(i, x, wanted)
         step_done()
     return fitted
@@ -93,9 +94,6 @@ class _Task:
     def error(self, heads: LayerHeads) -> float:
         missed = (run_attention(heads, self.x, self.how) - self.target).square().sum()
         return float(missed / self.target.square().sum())
-
-    def best(self, found: list[LayerHeads]) -> LayerHeads:
-        return min(found, key=self.error)
 
     def solve_output(self, heads: LayerHeads, ridge: float) -> LayerHeads:
         """The output projection (and its bias) with the least squared error for what these heads read."""
@@ -123,8 +121,9 @@ class _Task:
         adam = torch.optim.Adam(trained, lr=how.learning_rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, how.steps))
         scale = self.target.square().mean()
+        windows = max(1, how.batch // self.x.shape[1])
         for _ in range(how.steps):
-            rows = torch.randperm(len(self.x), generator=generator)[: how.batch]
+            rows = torch.randperm(len(self.x), generator=generator)[:windows]
             loss = (attention(heads, self.x[rows], self.how) - self.target[rows]).square().mean() / scale
             adam.zero_grad()
             torch.autograd.backward(loss)
