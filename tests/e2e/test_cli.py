@@ -21,10 +21,12 @@ COMMANDS = [
     ["pull"],
     ["models"],
     ["run"],
+    ["convert"],
     ["bench"],
     ["bench", "attention"],
     ["bench", "throughput"],
     ["bench", "perplexity"],
+    ["bench", "conversion"],
 ]
 
 

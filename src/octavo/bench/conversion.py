@@ -32,9 +32,9 @@ class Case:
 
 
 CASES = (
-    Case(DEFAULT_MODEL, 3, 256, 8_192),
-    Case("minilm", 2, 128, 16_384),
-    Case("minilm", 4, 128, 16_384),
+    Case(DEFAULT_MODEL, 3, 256, 4_096),
+    Case("minilm", 2, 128, 8_192),
+    Case("minilm", 4, 128, 8_192),
 )
 #: Keys that a query keeps; a decoder attends to all of them.
 TOPK = 64

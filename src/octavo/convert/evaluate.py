@@ -26,7 +26,7 @@ class Windows(NamedTuple):
 
 def read_windows(source: Source, text: str, length: int, most: int) -> Windows:
     """The first four fifths of ``text`` to fit to, the last fifth to measure on; at most ``most`` and
-    ``most / 4`` tokens of them, in windows spread evenly.
+    ``most / 2`` tokens of them, in windows spread evenly.
 
     Raises ValueError for a text that is too short for one window each.
     """
@@ -36,7 +36,7 @@ def read_windows(source: Source, text: str, length: int, most: int) -> Windows:
         if not len(part):
             raise ValueError(f"the text is too short: its {name} must hold a window of {length} tokens")
     fit, held_out = (
-        _spread(part, limit // length) for part, limit in zip(parts, (most, most // 4), strict=True)
+        _spread(part, limit // length) for part, limit in zip(parts, (most, most // 2), strict=True)
     )
     return Windows(fit, held_out)
 
@@ -55,18 +55,33 @@ def moment_roots(stack: Stack, heads: Sequence[LayerHeads], ids: Tensor) -> list
     return roots
 
 
+class LayerPair(NamedTuple):
+    """What the original gives a layer's attention, and what that gives: ``[windows, length, hidden]``."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+
+def layer_pairs(stack: Stack, original: Sequence[LayerHeads], ids: Tensor) -> list[LayerPair]:
+    """Of every layer of the original."""
+    pairs = []
+    x = stack.embed(ids)
+    for i, heads in enumerate(original):
+        inputs = stack.attention_input(i, x)
+        outputs = run_attention(heads, inputs, stack.attends(i, ids.shape[1], None))
+        pairs.append(LayerPair(inputs, outputs))
+        x = stack.finish(i, x, outputs)
+    return pairs
+
+
 def layer_errors(
-    stack: Stack, original: Sequence[LayerHeads], variant: Sequence[LayerHeads], ids: Tensor, topk: int | None
+    stack: Stack, pairs: Sequence[LayerPair], variant: Sequence[LayerHeads], topk: int | None
 ) -> list[float]:
     """Relative squared error of each layer's attention output, on what the original's layer is given."""
     errors = []
-    x = stack.embed(ids)
-    for i, (theirs, ours) in enumerate(zip(original, variant, strict=True)):
-        inputs = stack.attention_input(i, x)
-        wanted = run_attention(theirs, inputs, stack.attends(i, ids.shape[1], None))
-        found = run_attention(ours, inputs, stack.attends(i, ids.shape[1], topk))
+    for i, ((inputs, wanted), heads) in enumerate(zip(pairs, variant, strict=True)):
+        found = run_attention(heads, inputs, stack.attends(i, inputs.shape[1], topk))
         errors.append(float((found - wanted).square().sum() / wanted.square().sum()))
-        x = stack.finish(i, x, wanted)
     return errors
 
 

@@ -23,7 +23,8 @@ METHODS: tuple[Method, ...] = ("mean", "aligned")
 
 Groups = list[list[int]]
 
-_ROUNDS = 200
+#: Of averaging and turning to the average; the last ones change little.
+_ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,7 @@ class _Layer:
             mean = (found.vo @ self.v[found.members]).mean(0)
             vo = turns(self.v[found.members], mean.expand(len(found.members), -1, -1), "orthogonal")
             better = self._group(found.members, found.q_groups, qk, vo)
-            if better.error >= found.error * (1 - 1e-6):
+            if better.error >= found.error * (1 - 1e-5):
                 return min(found, better, key=lambda group: group.error)
             found = better
         return found

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from octavo.config import ModelConfig
-from octavo.convert.evaluate import Windows, end_metric, layer_errors, moment_roots, read_windows
+from octavo.convert.evaluate import (
+    LayerPair,
+    Windows,
+    end_metric,
+    layer_errors,
+    layer_pairs,
+    moment_roots,
+    read_windows,
+)
 from octavo.convert.heads import LayerHeads
 from octavo.convert.pool import METHODS, Method, Plan, plan, pool
 from octavo.convert.recover import Recovery, recover
@@ -31,7 +39,7 @@ class Options:
     """What to make. ``text`` is what the heads are fitted to and measured on, or None for neither.
 
     ``window`` and ``tokens``: how long the text's windows are, at most as long as the model takes, and how
-    many tokens are fitted to at most; a quarter as many are measured on.
+    many tokens are fitted to at most; half as many are measured on.
     """
 
     compress_rate: int | str = "auto"
@@ -97,8 +105,9 @@ def _fitted(
     with torch.no_grad():
         roots = moment_roots(stack, original, windows.fit)
         plans = _plans(source, original, rate, roots, progress)
+        pairs = layer_pairs(stack, original, windows.held_out)
     report["pooling_error"] = {method: [made.error for made in plans[method]] for method in METHODS}
-    measured = _Measured(stack, original, windows.held_out)
+    measured = _Measured(stack, original, windows.held_out, pairs)
     steps = report["steps"] = [measured.step("original", original, None)]
     if topk is not None and topk < windows.held_out.shape[1]:
         steps.append(measured.step("original, top-k", original, topk))
@@ -129,10 +138,11 @@ class _Measured:
     stack: Stack
     original: Sequence[LayerHeads]
     ids: Tensor
+    pairs: Sequence[LayerPair]
 
     @torch.no_grad()
     def step(self, name: str, variant: Sequence[LayerHeads], topk: int | None) -> dict[str, Any]:
-        errors = layer_errors(self.stack, self.original, variant, self.ids, topk)
+        errors = layer_errors(self.stack, self.pairs, variant, topk)
         return {
             "step": name,
             **end_metric(self.stack, self.original, variant, self.ids, topk),
