@@ -63,8 +63,8 @@ def test_refusals(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = str(tmp_path / "out")
     assert exit_code(["convert", str(model), out, "--compress-rate", "4"]) == 1
     refused(capsys, 1, "divide num_heads=6 (1, 2, 3, 6), got 4")
-    assert exit_code(["convert", str(model), out, "--compress-rate", "-1"]) == 1
-    refused(capsys, 1, "got '-1'")
+    assert exit_code(["convert", str(model), out, "--compress-rate", "-1"]) == 2
+    refused(capsys, 2, "--compress-rate must be a divisor of the heads or auto, got '-1'")
     assert exit_code(["convert", str(model), str(model)]) == 1
     refused(capsys, 1, "is not empty")
     assert exit_code(["convert", str(tmp_path / "none"), out]) == 1

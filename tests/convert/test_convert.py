@@ -114,7 +114,7 @@ def scores(folder: Path) -> list[float]:
 def test_a_converted_decoder_is_a_plain_one_with_fewer_heads(tmp_path: Path, name: str, method: str) -> None:
     """The engine and transformers agree on it, and on its sizes."""
     original, out = write_any(tmp_path / "original", name), tmp_path / "out"
-    report = convert(original, out, Options(compress_rate=3, topk=8, method=method), quiet)  # type: ignore[arg-type]
+    report = convert(original, out, Options(compress_rate=3, topk=8, method=method), quiet)
     config = json.loads((out / "config.json").read_text())
     assert config["num_attention_heads"] == report["num_heads"][1] == 2
     assert config["num_key_value_heads"] == report["num_kv_heads"][1] == (1 if name == "llama-gqa" else 2)
@@ -270,6 +270,9 @@ def test_refusals(tmp_path: Path) -> None:
     refuses(r"divide num_heads=6 \(1, 2, 3, 6\), got 4", compress_rate=4)
     refuses(r"divide num_heads=6 \(1, 2, 3, 6\), got 'x'", compress_rate="x")
     refuses("topk must be", topk=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.convert.evaluate._window_ids", lambda *_: torch.tensor([[260]]))
+        refuses("the text has token 260, the model knows 260", text="any")
     refuses("method must be one of mean, aligned, got 'sum'", method="sum")
     refuses("text is too short: its four fifths must hold a window of 64 tokens", text="a short text")
     converted = tmp_path / "converted"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +17,7 @@ PROMPT = "Call me Ishmael. Some years ago - never mind how long precisely - havi
 SENTENCES = ["A cat is on a mat.", "Stock prices fell sharply.", "Who wrote Moby-Dick?", "It rains in Spain."]
 
 
-def quiet(what: str, steps: int):  # type: ignore[no-untyped-def]
+def quiet(what: str, steps: int) -> Callable[[], None]:
     return lambda: None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -58,6 +58,7 @@ def convert(  # noqa: PLR0913  (each argument is an option of the command)
     """
     if not 0 < learning_rate < 1:
         raise CommandError(f"--learning-rate must be above 0 and below 1, got {learning_rate}", USAGE)
+    rate = _rate(compress_rate)
     with plainly():
         import torch
 
@@ -68,7 +69,7 @@ def convert(  # noqa: PLR0913  (each argument is an option of the command)
 
         torch.set_num_threads(threads or usable_cpus())
         options = Options(
-            compress_rate=_rate(compress_rate),
+            compress_rate=rate,
             topk=topk,
             method="mean" if method == "mean" else "aligned",
             text=None if distill is None else _text(distill),
@@ -111,11 +112,13 @@ def summary(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _rate(text: str) -> int | str:
+def _rate(text: str) -> int | Literal["auto"]:
+    """Whether it divides the heads is known once the model was read."""
     if text == "auto":
-        return text
-    # Anything else than a divisor is refused where the number of heads is known.
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+        return "auto"
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise typer.BadParameter(f"--compress-rate must be a divisor of the heads or auto, got {text!r:.40}")
+    return int(text)
 
 
 def _text(path: Path) -> str:

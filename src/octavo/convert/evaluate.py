@@ -35,6 +35,9 @@ def read_windows(source: Source, text: str, length: int, most: int) -> Windows:
     for name, part in zip(("four fifths", "fifth"), parts, strict=True):
         if not len(part):
             raise ValueError(f"the text is too short: its {name} must hold a window of {length} tokens")
+    highest = max(int(part.max()) for part in parts)
+    if highest >= source.config.vocab_size:
+        raise ValueError(f"the text has token {highest}, the model knows {source.config.vocab_size}")
     fit, held_out = (
         _spread(part, limit // length) for part, limit in zip(parts, (most, most // 2), strict=True)
     )

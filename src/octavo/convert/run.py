@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Options:
     many tokens are fitted to at most; half as many are measured on.
     """
 
-    compress_rate: int | str = "auto"
+    compress_rate: int | Literal["auto"] = "auto"
     topk: int = 64
     method: Method = "aligned"
     text: str | None = None
@@ -84,7 +84,7 @@ def compute(path: Path, options: Options, progress: Progress) -> Conversion:
     if options.method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {options.method!r:.100}")
     source = read_source(open_checkpoint(path))
-    rate = resolve_compress_rate(source.counts.num_heads, options.compress_rate)  # type: ignore[arg-type]
+    rate = resolve_compress_rate(source.counts.num_heads, options.compress_rate)
     report = _head_report(source, rate, options)
     if options.text is None:
         original = source.heads()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.config import ModelConfig
@@ -52,21 +51,20 @@ class Source:
         """What may turn q and k."""
         return "phases" if isinstance(self.config, ModelConfig) else "orthogonal"
 
-    def canonical(self, name: str, weight: Any) -> Iterator[tuple[str, Any]]:
-        """The engine's names for one of the checkpoint's weights."""
+    def attention_part(self, name: str) -> tuple[int, str] | None:
+        """Layer and part, as ``LayerHeads.cut`` calls it, of an attention weight; None for any other.
+
+        For these families the engine's name for a weight follows from its name alone.
+        """
         config = self.config
         if isinstance(config, ModelConfig):
-            yield from registry.canonical(config.architecture, name, weight)
+            named = list(registry.canonical(config.architecture, name, torch.empty(0)))
         else:
-            yield from encoders.canonical(config, name, weight)
-
-    def attention_part(self, name: str) -> tuple[int, str] | None:
-        """Layer and part, as ``LayerHeads.cut`` calls it, of an attention weight; None for any other."""
-        found = [_ATTENTION.fullmatch(own) for own, _ in self.canonical(name, _Nameless())]
-        if not found or found[0] is None:
+            named = list(encoders.canonical(config, name, torch.empty(0)))
+        match = _ATTENTION.fullmatch(named[0][0]) if named else None
+        if match is None:
             return None
-        role = found[0][2].removesuffix("ut")
-        return int(found[0][1]), f"{role}.{found[0][3]}"
+        return int(match[1]), f"{match[2].removesuffix('ut')}.{match[3]}"
 
     def heads(self) -> list[LayerHeads]:
         """The heads of every layer, float32, in memory of their own. Raises ValueError where one lacks."""
@@ -80,21 +78,6 @@ class Source:
                 if f"{role}.weight" not in layer:
                     raise ValueError(f"layer {i} of {self.checkpoint.path.name} lacks its {role}_proj weight")
         return [LayerHeads.cut(layer, self.config.head_dim) for layer in layers]
-
-
-class _Nameless:
-    """Stands for a weight where only its name matters."""
-
-    shape = (0, 0)
-
-    def dim(self) -> int:
-        return 2
-
-    def t(self) -> _Nameless:
-        return self
-
-    def chunk(self, chunks: int, /) -> list[_Nameless]:
-        return [self] * chunks
 
 
 def read_source(checkpoint: Checkpoint) -> Source:

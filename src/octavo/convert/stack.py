@@ -23,7 +23,7 @@ from octavo.models import registry
 from octavo.models.decoder import Decoder
 from octavo.models.encoder import Encoder, EncoderBatch, EncoderLayer
 from octavo.models.layers import DecoderLayer
-from octavo.models.rope import RopeTable, Rotation
+from octavo.models.rope import RopeTable
 from octavo.weights.load import Checkpoint, load_model
 
 #: Tokens that an MLP sees at once.
@@ -82,7 +82,7 @@ class DecoderStack:
         config = self.config
         table = RopeTable(config.layer_rope(layer), config.head_dim, "cpu", self._decoder.rope_factors)
         rotation = table.at(torch.arange(length))
-        return Attend(config.softmax_scale, True, Rotation(*rotation), config.window(layer), topk)
+        return Attend(config.softmax_scale, True, rotation, config.window(layer), topk)
 
     def attention_input(self, layer: int, x: Tensor) -> Tensor:
         normed: Tensor = self._layer(layer).input_norm(x)
