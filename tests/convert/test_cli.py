@@ -87,6 +87,7 @@ def test_the_bench_has_a_row_for_each_step_of_each_case(model: Path, tmp_path: P
     tiny.write_decoder(decoder, "llama-mha")
     text = tmp_path / "text"
     text.write_text(TEXT)
+    saved: list[int] = []
     cases = (conversion.Case(str(model), 2, 16, 512), conversion.Case(str(decoder), 3, 16, 512))
     result = conversion.run(
         text,
@@ -94,8 +95,9 @@ def test_the_bench_has_a_row_for_each_step_of_each_case(model: Path, tmp_path: P
         recovery=Recovery(steps=2),
         threads=1,
         progress=lambda what, steps: lambda: None,
-        report=lambda line: None,
+        save=lambda so_far: saved.append(len(so_far["cases"])),
     )
+    assert saved == [1, 2]
     json.dumps(result)
     assert [case["model"] for case in result["cases"]] == ["model", "decoder"]
     for case, metric in zip(result["cases"], ("cosine", "perplexity"), strict=True):

@@ -8,7 +8,7 @@ output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,17 @@ class Case:
 
 
 CASES = (
-    Case(DEFAULT_MODEL, 3, 256, 4_096),
-    Case("minilm", 2, 128, 8_192),
-    Case("minilm", 4, 128, 8_192),
+    Case("minilm", 2, 128, 32_768),
+    Case("minilm", 4, 128, 32_768),
+    Case(DEFAULT_MODEL, 3, 256, 16_384),
 )
+
+
+def scaled(scale: int) -> tuple[Case, ...]:
+    """The cases with so many times fewer tokens, but at least a window."""
+    return tuple(replace(case, tokens=max(case.window, case.tokens // scale)) for case in CASES)
+
+
 #: Keys that a query keeps; a decoder attends to all of them.
 TOPK = 64
 
@@ -47,11 +54,23 @@ def run(
     recovery: Recovery,
     threads: int,
     progress: Progress,
-    report: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Convert every case in memory, nothing is written. Raises ValueError for a text that is too short."""
+    """Convert every case in memory; ``save`` is given the result so far after each.
+
+    Raises ValueError for a text that is too short.
+    """
     words = text.read_text(encoding="utf-8")
-    found = []
+    found: list[dict[str, Any]] = []
+    whole = {
+        "bench": "conversion",
+        "text": text.name,
+        "learning_rate": recovery.learning_rate,
+        "threads": threads,
+        "machine": machine(),
+        "versions": versions(),
+        "cases": found,
+    }
     with torch_threads(threads):
         for case in cases:
             options = Options(
@@ -65,16 +84,8 @@ def run(
             result = compute(Path(hub.resolve(case.model)), options, progress).report
             result = {**result, "model": Path(case.model).name, "aligned_no_worse": no_worse(result)}
             found.append(result)
-            report(f"{result['model']} at rate {case.compress_rate}: done")
-    return {
-        "bench": "conversion",
-        "text": text.name,
-        "learning_rate": recovery.learning_rate,
-        "threads": threads,
-        "machine": machine(),
-        "versions": versions(),
-        "cases": found,
-    }
+            save(whole)
+    return whole
 
 
 def no_worse(report: dict[str, Any]) -> bool:

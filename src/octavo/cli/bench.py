@@ -255,6 +255,7 @@ def conversion(
     steps: Annotated[int, typer.Option(min=0, help="Steps of Adam a layer.")] = 60,
     learning_rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Adam's, at the start.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    scale: Annotated[int, typer.Option(min=1, help="So many times fewer tokens of text.")] = 1,
     threads: opt.Threads = None,
 ) -> None:
     """What converting models to fewer heads costs: mean-pooled, aligned, and fitted to a text.
@@ -266,18 +267,17 @@ def conversion(
     from octavo.convert.recover import Recovery
     from octavo.engine.resources import usable_cpus
 
-    console = _console()
     with plainly():
+        out.parent.mkdir(parents=True, exist_ok=True)
         result = bench.run(
             text,
+            cases=bench.scaled(scale),
             recovery=Recovery(steps=steps, learning_rate=learning_rate, seed=seed),
             threads=threads or usable_cpus(),
             progress=bar,
-            report=lambda line: console.print(line, style="dim", markup=False),
+            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
         )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, {"command": command_line()} | result)
-    console.print(bench.table(result))
+    _console().print(bench.table(result))
     print(f"written: {out}")
 
 
