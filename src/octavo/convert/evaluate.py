@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def _perplexity(stack: Stack, variant: Sequence[LayerHeads], ids: Tensor, topk: 
         for row, window in zip(x, part, strict=True):
             logits = stack.outcome(row[None, half - 1 : -1])[0]
             losses.append(F.cross_entropy(logits, window[half:]))
-    return float(torch.stack(losses).mean().exp())
+    return math.exp(torch.stack(losses).mean().item())
 
 
 def _window_ids(source: Source, text: str, length: int) -> Tensor:

@@ -107,7 +107,7 @@ class _Task:
                 read = torch.cat((read, read.new_ones(len(read), 1)), 1)
             moment += read.T @ read
             product += read.T @ target.flatten(0, 1)
-        moment += ridge * moment.diagonal().mean() * torch.eye(width, dtype=torch.float64)
+        moment += ridge * moment.diagonal().mean().clamp(min=1e-30) * torch.eye(width, dtype=torch.float64)
         solved = torch.linalg.solve(moment, product).float()
         o = solved[:size].T.reshape(-1, heads.o.shape[0], heads.head_dim).transpose(0, 1)
         return replace(heads, o=o, o_bias=None if width == size else solved[size])
