@@ -94,7 +94,8 @@ class DecoderStack:
         return x + _in_chunks(lambda part: own.mlp(own.mlp_norm(part)), x)
 
     def outcome(self, x: Tensor) -> Tensor:
-        return self._decoder.logits(x.flatten(0, 1)).view(*x.shape[:2], -1)
+        rows = torch.arange(x.shape[0] * x.shape[1])
+        return self._decoder.logits(x.flatten(0, 1), rows).view(*x.shape[:2], -1)
 
     def _layer(self, index: int) -> DecoderLayer:
         return cast(DecoderLayer, self._decoder.layers[index])
