@@ -202,6 +202,15 @@ SETTINGS = (
         "LENGTH",
         _length,
     ),
+    Setting(
+        "step_ms",
+        int,
+        0,
+        "Milliseconds that a step beside answers should take: prompts are cut to it; 0 is no aim.",
+        opt.ENGINE,
+        "MS",
+        NOT_NEGATIVE,
+    ),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", opt.ENGINE),
     Setting(
         "threads",
@@ -339,6 +348,7 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 max_num_seqs=values["max_num_seqs"],
                 max_num_batched_tokens=values["max_num_batched_tokens"],
                 max_model_len=values["max_model_len"],
+                step_ms=values["step_ms"],
             ),
             attention=values["attention"],
             num_threads=values["threads"],
