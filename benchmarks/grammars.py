@@ -92,10 +92,14 @@ def bit(words: np.ndarray, token: int) -> bool:
 
 def say(name: str, case: str, compiled: float, times: list[float]) -> None:
     micro = sorted(1e6 * t for t in times)
-    print(
-        f"{name:11} {case:22} compile {1e3 * compiled:8.2f} ms   mask median {statistics.median(micro):7.1f} us   "
-        f"mean {statistics.fmean(micro):7.1f}   p99 {micro[int(len(micro) * 0.99)]:7.1f}   most {micro[-1]:7.1f}"
-    )
+    found = {
+        "median": statistics.median(micro),
+        "mean": statistics.fmean(micro),
+        "p99": micro[int(len(micro) * 0.99)],
+        "most": micro[-1],
+    }
+    masks = "   ".join(f"{what} {value:6.1f}" for what, value in found.items())
+    print(f"{name:11} {case:22} compile {1e3 * compiled:6.2f} ms   mask, microseconds: {masks}")
 
 
 def main() -> None:
