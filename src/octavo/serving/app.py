@@ -132,6 +132,11 @@ def _add_decoder_routes(app: FastAPI, service: OpenAI) -> None:
         """Continue one text or several."""
         return await _answer(request, protocol.CompletionRequest, service.complete)
 
+    @app.get("/tokenizer_info", response_class=Response)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's own tokens, by their text."""
+        return _json(service.tokenizer_info())
+
     _refuse(
         app,
         service,

@@ -103,6 +103,17 @@ class OpenAI(Service):
             ids = await self.in_thread(lambda: self.tokenizer.encode(text, add_bos=add))
         return encode({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
 
+    def tokenizer_info(self) -> bytes:
+        """``GET /tokenizer_info``: the texts of the tokens that end and begin a prompt, null without one."""
+        ids = self.tokenizer.eos_token_ids
+        bos = self.tokenizer.bos_token_id
+        return encode(
+            {
+                "eos_token": self.tokenizer.id_to_text(ids[0]) if ids else None,
+                "bos_token": None if bos is None else self.tokenizer.id_to_text(bos),
+            }
+        )
+
     async def detokenize(self, request: DetokenizeRequest) -> bytes:
         """``POST /detokenize``."""
         self.check_model(request.model)
