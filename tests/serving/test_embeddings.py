@@ -162,6 +162,7 @@ def test_metrics_count_tokens(server):
     before = count()
     vectors(server, ["the cat sat", "why"])
     assert count() - before == 8
+    assert "/v1/embeddings" in server.http.get("/openapi.json").json()["paths"]
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
 
 

@@ -58,7 +58,8 @@ class Script(TinyModel):
         hidden[:, 0] = batch.positions
         return hidden
 
-    def logits(self, hidden):
+    def logits(self, hidden, rows):
+        hidden = hidden[rows]
         out = torch.full((hidden.shape[0], engine_fixtures.HEAD_WIDTH), -10.0)
         for row, position in enumerate(hidden[:, 0].tolist()):
             place = int(position) + 1 - self.prompt_length

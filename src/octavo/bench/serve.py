@@ -120,6 +120,17 @@ def run(
         "limits": {"first_token_s": FIRST_TOKEN_LIMIT_S, "mean_gap_s": GAP_LIMIT_S},
         "server_options": list(settings.options),
     }
+    if "http" in settings.sections:
+        result["http"] = _http(settings, chats, report)
+        save(result)
+    if "long" in settings.sections:
+        result["long"] = []
+        for step_ms in settings.step_ms:
+            row = _long(settings, chats, step_ms)
+            speed = row["prefill_tokens_per_s"]
+            report(f"long prompt, --step-ms {step_ms}: gaps {row['during_ms']}, prefill {speed} tok/s")
+            result["long"].append(row)
+            save(result)
     loads = [name for name in ("rates", "streams", "shares") if name in settings.sections]
     if loads:
         with ServerProcess(settings.model, settings.options) as server:
@@ -132,17 +143,6 @@ def run(
                     report(f"{name} {value:g}: {row['turns_ended']} turns, {speed} tok/s")
                     result[name].append(row)
                     save(result)
-    if "http" in settings.sections:
-        result["http"] = _http(settings, chats, report)
-        save(result)
-    if "long" in settings.sections:
-        result["long"] = []
-        for step_ms in settings.step_ms:
-            row = _long(settings, chats, step_ms)
-            speed = row["prefill_tokens_per_s"]
-            report(f"long prompt, --step-ms {step_ms}: gaps {row['during_ms']}, prefill {speed} tok/s")
-            result["long"].append(row)
-            save(result)
     return result
 
 
