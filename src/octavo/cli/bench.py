@@ -228,6 +228,7 @@ def serve(
 
     from octavo.bench import serve as bench
     from octavo.bench import serve_report
+    from octavo.bench.own_process import sigterm_unwinds
     from octavo.engine.resources import usable_cpus
 
     console = Console(stderr=True, soft_wrap=True)
@@ -243,7 +244,7 @@ def serve(
             options=("--threads", str(threads or usable_cpus())),
             **bench.QUICK if quick else {},
         )
-    with plainly():
+    with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
         result = bench.run(
             settings,
@@ -274,9 +275,10 @@ def soak(
     from rich.console import Console
 
     from octavo.bench import soak as bench
+    from octavo.bench.own_process import sigterm_unwinds
 
     console = Console(stderr=True, soft_wrap=True)
-    with plainly():
+    with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
         result = bench.run(
             bench.Settings(model=model, data=data, minutes=minutes, num_clients=clients),
