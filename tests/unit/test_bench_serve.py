@@ -113,6 +113,7 @@ def test_a_quick_run(tmp_path: Path):
     none, most = result["shares"]
     assert most["cached_share"] > none["cached_share"]
     assert result["http"]["same_answers"] is True
+    assert 0 < result["http"]["event_loop_cpu_share"] < 1
     (row,) = result["long"]
     assert row["time_to_first_token_s"] > 0
     assert row["before_ms"]["p50"] > 0

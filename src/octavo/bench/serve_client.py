@@ -60,6 +60,15 @@ class ServerProcess:
         with open(f"/proc/{self.process.pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_seconds(self) -> tuple[float, float]:
+        """CPU time so far of the event loop, which is the main thread, and of the whole process."""
+        pid, found = self.process.pid, []
+        for path in (f"/proc/{pid}/task/{pid}/stat", f"/proc/{pid}/stat"):
+            with open(path) as file:
+                fields = file.read().rpartition(")")[2].split()  # a name may hold spaces
+            found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+        return found[0], found[1]
+
     def kill(self) -> None:
         """End it at once, as ``kill -9`` does."""
         self.process.kill()

@@ -19,10 +19,11 @@ def tables(result: dict[str, Any]) -> Iterator[Table]:
     if "http" in result:
         row = result["http"]
         table = Table(title=f"{row['streams']} streams of {row['new_tokens']} tokens")
-        for column in ("offline tok/s", "HTTP tok/s", "cost", "same answers"):
+        for column in ("offline tok/s", "HTTP tok/s", "cost", "event loop, CPU", "same answers"):
             table.add_column(column, justify="right")
         speeds = (f"{row['offline_tokens_per_s']:.1f}", f"{row['http_tokens_per_s']:.1f}")
-        table.add_row(*speeds, f"{row['cost']:.1%}", "yes" if row["same_answers"] else "NO")
+        loop = f"{row['event_loop_us_per_token']:.0f} us a token, {row['event_loop_cpu_share']:.1%}"
+        table.add_row(*speeds, f"{row['cost']:.1%}", loop, "yes" if row["same_answers"] else "NO")
         yield table
     if "long" in result:
         yield _long_table(result["long"])
