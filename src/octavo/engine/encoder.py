@@ -136,7 +136,7 @@ def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
 
 
 def load_weights(config: EncoderConfig, checkpoint: Checkpoint, device: str = "cpu") -> Encoder:
-    """The encoder that ``config`` describes, in training mode. Raises ValueError for weights that do not fit."""
+    """The encoder that ``config`` describes, in training mode. Raises ValueError where weights do not fit."""
     with torch.device("meta"):
         encoder = Encoder(config)
     weights = sum(parameter.numel() for parameter in encoder.parameters())

@@ -74,7 +74,7 @@ class C2PSA(Attention):
         self.topk, self.recent, self.normalize = topk, recent, normalize
         self.grad_threshold = grad_threshold
         # Settings that cannot be right are refused here, not at the first call.
-        one = torch.zeros(1, 1, 1, 1)
+        one = torch.zeros(1, 1, 1, 1, device="cpu")
         self.attend(one, one, one, None, causal)
 
     def attend(
