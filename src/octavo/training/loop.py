@@ -79,7 +79,7 @@ def make_optimizer(encoder: Encoder, settings: TrainSettings) -> torch.optim.Ada
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=settings.lr)
+    return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
 
 
 class Trainer:
@@ -109,7 +109,7 @@ class Trainer:
             torch.manual_seed(_step_seed(self.settings.seed, step))
             loss = self._loss(batch)
             torch.autograd.backward(loss)
-        value = float(loss)
+        value = float(loss.detach())
         if not math.isfinite(value):
             raise ValueError(
                 f"the loss of step {step + 1} is {value}: the run has diverged, try a lower learning rate"
