@@ -1,8 +1,8 @@
 """What an attention costs in quality: one encoder, fine-tuned on one task with each attention in turn.
 
-All get the same rows, steps, batches and learning rate. A seed decides which fifth of the rows is held out, the order
-of the rest, dropout and what is random in the weights, for all alike; so differences are taken seed by seed, which
-takes out how hard a split is. Their standard error is that of the mean of those differences.
+All get the same rows, steps, batches and learning rate. A seed decides which fifth of the rows is held out,
+the order of the rest, dropout and what is random in the weights, for all alike; so differences are taken seed by
+seed, which takes out how hard a split is. Their standard error is that of the mean of those differences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ HELD_OUT = 0.2
 METRIC = "accuracy"
 #: Goals in points of accuracy: the most that C2PSA may lose against MHA by compress_rate.
 GOALS = {1: 0.3, 4: 1.5}
-#: Which of the budgets of keys the goals are asked of: the largest.
 MHA, LINFORMER = "mha", "linformer"
 
 
@@ -81,10 +80,10 @@ def run(
     report: Callable[[str], None],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Train every variant with every seed; ``save`` gets the result after each run, ``complete`` after the last.
+    """Train every variant with every seed; ``save`` gets the result after each run.
 
-    ``found`` is an earlier result: its runs are kept where model, data and settings, but for the number of seeds,
-    are the same. Raises ValueError for rows or a model that cannot be trained.
+    ``found`` is an earlier result: its runs are kept where model, data and settings, but for the number of
+    seeds, are the same. The last result says ``complete``. Raises ValueError for rows or a model that cannot be trained.
     """
     examples = read_tsv(data)
     if settings.rows is not None and settings.rows < len(examples):
@@ -172,12 +171,13 @@ def summary(runs: Sequence[dict[str, Any]], settings: QualitySettings) -> dict[s
     for variant in variants(settings):
         own = [points[variant.name, seed] for seed in range(settings.seeds)]
         change = [points[variant.name, seed] - points[MHA, seed] for seed in range(settings.seeds)]
+        spread = _stdev(change)
         parameters = next(r["attention_parameters"] for r in runs if r["variant"] == variant.name)
         made[variant.name] = {
             "mean": statistics.fmean(own),
             "stdev": _stdev(own),
             "change": statistics.fmean(change),
-            "change_stderr": None if _stdev(change) is None else _stdev(change) / math.sqrt(len(change)),
+            "change_stderr": None if spread is None else spread / math.sqrt(len(change)),
             "attention_parameters": parameters,
         }
     return made

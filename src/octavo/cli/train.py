@@ -44,7 +44,7 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
         str | None,
         typer.Option(
             metavar="NAME",
-            help="GLUE task of a folder: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE; else its name says it.",
+            help="Task of a folder: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI, RTE; else its name says it.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -72,8 +72,8 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
     compress_rate: Annotated[
         int | None,
         typer.Option(
-            help="c2psa: heads that share one projection; they start from the heads' mean. By default 2 up to "
-            "8 heads, else 4.",
+            help="c2psa: heads that share one projection, at first the heads' mean; "
+            "by default 2 up to 8 heads, else 4.",
             rich_help_panel=ATTENTION,
         ),
     ] = None,
@@ -91,8 +91,8 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
     checkpoint: Annotated[
         bool,
         typer.Option(
-            help="Compute attention again in the backward pass instead of keeping it: less memory, more time, "
-            "the same numbers.",
+            help="Compute attention again in the backward pass instead of keeping it: "
+            "less memory, more time, the same numbers.",
             rich_help_panel=ATTENTION,
         ),
     ] = True,
@@ -109,7 +109,7 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
         float,
         typer.Option(
             metavar="SHARE",
-            help="Share of the steps in which the rate rises to its highest; then it falls to 0, both linearly.",
+            help="Share of the steps in which the rate rises; then it falls to 0, both linearly.",
             rich_help_panel=LOOP,
         ),
     ] = 0.1,
@@ -134,7 +134,7 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
         int,
         typer.Option(
             metavar="STEPS",
-            help="How often the state of the run is saved, beside once an epoch; three times the model's size.",
+            help="How often the run is saved to go on from, and after each epoch; three times the model.",
             rich_help_panel=LOOP,
         ),
     ] = 200,
@@ -143,9 +143,9 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
 ) -> None:
     """Fine-tune an encoder (BERT, RoBERTa, DistilBERT) into a classifier.
 
-    The folder that is written is a model like any other: `LLM(FOLDER).classify(texts)`. A run that was stopped goes
-    on when the same command is given again, and ends with the same weights. A bad row of the data stops the run
-    with its line number.
+    The folder that is written is a model like any other: `LLM(FOLDER).classify(texts)`. A run that was stopped
+    goes on when the same command is given again, and ends with the same weights. A bad row of the data stops the
+    run with its line number.
     """
     if attention is not None and attention not in KINDS:
         raise CommandError(f"--attention must be one of {', '.join(KINDS)}, got {attention!r:.100}", USAGE)

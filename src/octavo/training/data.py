@@ -29,8 +29,8 @@ class LabelledData:
     """Examples to train on, and sets to measure on by name.
 
     ``labels`` are the classes, in the order of the head's outputs; VALUE as the only one is a regression.
-    ``metrics`` are names of ``octavo.training.metrics``; a progress bar shows the first. ``digest`` changes with
-    every change of an example.
+    ``metrics`` are names of ``octavo.training.metrics``; a progress bar shows the first. ``digest`` changes
+    with every change of an example.
     """
 
     name: str

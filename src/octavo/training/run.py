@@ -42,8 +42,8 @@ def train(
 
     The same call on a folder with the state of an interrupted run goes on where that stopped, and ends with
     the same weights to the bit as if nothing had happened, on the same machine and threads. ``out`` None
-    writes nothing. Raises ValueError for a folder with anything else in it, for a state of another run, and for
-    a model, data or settings that do not fit.
+    writes nothing. Raises ValueError for a folder with anything else in it, for a state of another run, and
+    for a model, data or settings that do not fit.
     """
     check_installed()
     checkpoint = open_checkpoint(hub.resolve(model))

@@ -33,8 +33,8 @@ class AttentionChoice:
 class TrainSettings:
     """How long and how fast; ``max_steps`` ends a run before its epochs do, and the decay with it.
 
-    ``warmup`` is the share of the steps in which the learning rate rises from 0 to ``lr``; it then falls to 0,
-    both along straight lines. ``dropout`` replaces the checkpoint's three shares. ``checkpoint_attention``
+    ``warmup`` is the share of the steps in which the learning rate rises from 0 to ``lr``; it then falls to
+    0, both along straight lines. ``dropout`` replaces the checkpoint's three shares. ``checkpoint_attention``
     computes attention again in the backward pass instead of keeping it. ``save_every`` is in steps.
     """
 
