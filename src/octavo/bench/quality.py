@@ -1,8 +1,8 @@
 """What an attention costs in quality: one encoder, fine-tuned on one task with each attention in turn.
 
 All get the same rows, steps, batches and learning rate. A seed decides which fifth of the rows is held out,
-the order of the rest, dropout and what is random in the weights, for all alike; so differences are taken seed by
-seed, which takes out how hard a split is. Their standard error is that of the mean of those differences.
+the order of the rest, dropout and what is random in the weights, for all alike; so differences are taken seed
+by seed, which takes out how hard a split is. Their standard error is that of the mean of those differences.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def run(
     """Train every variant with every seed; ``save`` gets the result after each run.
 
     ``found`` is an earlier result: its runs are kept where model, data and settings, but for the number of
-    seeds, are the same. The last result says ``complete``. Raises ValueError for rows or a model that cannot be trained.
+    seeds, are the same. The last result says ``complete``. Raises ValueError for rows or a model that cannot
+    be trained.
     """
     examples = read_tsv(data)
     if settings.rows is not None and settings.rows < len(examples):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ def start_from(
 ) -> Start:
     """The checkpoint's encoder, with ``labels`` for its head and ``choice`` for its attention.
 
-    A head for the same labels is kept, another is replaced by a random one. Where C2PSA takes the place of
+    A head for the same labels is kept, another is replaced by a random one; of it BERT's dense layer is the
+    checkpoint's pooler, if there is one. Where C2PSA takes the place of
     standard attention, each group of ``compress_rate`` neighbouring heads starts from the mean of their
     Q, K and V, and the output projection from the sum over the group. What is random follows from the seed.
     Raises ValueError for a checkpoint that is no encoder, and for attention that does not fit it.
@@ -62,15 +63,16 @@ def start_from(
             if len(labels) < 9
             else f"a new head for {len(labels)} labels"
         )
-        stored = replace(stored, labels=())
-    given = load_weights(stored, checkpoint)
     metadata = _metadata(checkpoint.metadata, labels, _attention_keys(stored, choice), settings)
     config = EncoderConfig.from_hf(metadata, sentence)
-    generator = torch.Generator().manual_seed(settings.seed)
-    with torch.device("cpu"):
+    # Modules draw numbers for weights that are replaced here: the caller's generator must not notice.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        given = load_weights(stored, checkpoint)
         encoder = Encoder(config)
-    with torch.no_grad():
-        fitted = _fitted(given, config)
+        fitted = _fitted(given, config, keeps_head)
+        if not keeps_head and config.family == "bert":
+            fitted |= _pooler(checkpoint)
+        generator = torch.Generator().manual_seed(settings.seed)
         for name, parameter in encoder.named_parameters():
             if name in fitted:
                 parameter.copy_(fitted[name])
@@ -149,14 +151,25 @@ def _metadata(
     return made | attention
 
 
-def _fitted(given: Encoder, config: EncoderConfig) -> dict[str, torch.Tensor]:
+def _fitted(given: Encoder, config: EncoderConfig, keeps_head: bool) -> dict[str, torch.Tensor]:
     """The given weights in the shapes of ``config``."""
     rate = config.compress_rate or 1
     pooled = rate > 1 and given.config.compress_rate is None
     weights = {}
     for name, parameter in given.named_parameters():
-        weights[name] = pool_heads(name, parameter, config.num_heads, rate) if pooled else parameter
+        if keeps_head or not name.startswith("head."):
+            weights[name] = pool_heads(name, parameter, config.num_heads, rate) if pooled else parameter
     return weights
+
+
+def _pooler(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """BERT's pooler, which its pretraining has taught what the first token stands for."""
+    found = {}
+    for name, tensor in checkpoint.tensors():
+        short = name.removeprefix("bert.")
+        if short.startswith("pooler.dense."):
+            found[f"head.{short.removeprefix('pooler.')}"] = tensor.clone()
+    return found
 
 
 def pool_heads(name: str, weight: torch.Tensor, num_heads: int, rate: int) -> torch.Tensor:
