@@ -22,6 +22,9 @@ from octavo.bench.machine import machine, torch_threads, versions
 from octavo.training.data import Example, read_tsv, split
 from octavo.training.run import train
 from octavo.training.settings import AttentionChoice, TrainSettings
+from octavo.training.start import start_from
+from octavo.weights import hub
+from octavo.weights.load import open_checkpoint
 
 HELD_OUT = 0.2
 METRIC = "accuracy"
@@ -102,6 +105,7 @@ def run(
         "runs": [],
         "complete": False,
     }
+    _check(model, settings)
     known = _known_runs(found, result)
     todo = [(seed, variant) for seed in range(settings.seeds) for variant in variants(settings)]
     for number, (seed, variant) in enumerate(todo, 1):
@@ -116,6 +120,13 @@ def run(
     result["complete"] = True
     save(result)
     return result
+
+
+def _check(model: str, settings: QualitySettings) -> None:
+    """An attention that does not fit the model is refused before the first run, not after an hour."""
+    checkpoint = open_checkpoint(hub.resolve(model))
+    for variant in variants(settings):
+        start_from(checkpoint, ("0", "1"), variant.choice, TrainSettings())
 
 
 def _known_runs(

@@ -266,6 +266,7 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
     lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate, for all.")] = 1e-4,
     rates: Annotated[str, typer.Option(metavar="NUMBERS", help="compress_rate of C2PSA.")] = "1,2,4",
     topks: Annotated[str, typer.Option(metavar="NUMBERS", help="topk of C2PSA.")] = "8,32",
+    projected_len: Annotated[int, typer.Option(min=1, help="Rows of Linformer's keys and values.")] = 32,
     threads: opt.Threads = None,
 ) -> None:
     """What an attention costs in quality: MHA, Linformer and C2PSA fine-tuned on the same rows.
@@ -287,6 +288,7 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
             lr=lr,
             rates=_numbers(rates),
             topks=_numbers(topks),
+            projected_len=projected_len,
             threads=threads or usable_cpus(),
         )
         out.parent.mkdir(parents=True, exist_ok=True)

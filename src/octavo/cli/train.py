@@ -144,8 +144,8 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
     """Fine-tune an encoder (BERT, RoBERTa, DistilBERT) into a classifier.
 
     The folder that is written is a model like any other: `LLM(FOLDER).classify(texts)`. A run that was
-    stopped goes on when the same command is given again, and ends with the same weights. A bad row of the data
-    stops the run with its line number.
+    stopped goes on when the same command is given again, and ends with the same weights. A bad row of the
+    data stops the run with its line number.
     """
     if attention is not None and attention not in KINDS:
         raise CommandError(f"--attention must be one of {', '.join(KINDS)}, got {attention!r:.100}", USAGE)

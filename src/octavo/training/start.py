@@ -168,6 +168,9 @@ def _pooler(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     for name, tensor in checkpoint.tensors():
         short = name.removeprefix("bert.")
         if short.startswith("pooler.dense."):
+            width = checkpoint.metadata["hidden_size"]
+            if tuple(tensor.shape) != ((width, width) if tensor.dim() == 2 else (width,)):
+                raise ValueError(f"tensor {name!r} has shape {list(tensor.shape)}, the model is {width} wide")
             found[f"head.{short.removeprefix('pooler.')}"] = tensor.clone()
     return found
 
