@@ -95,15 +95,16 @@ def test_the_rate_rises_and_falls_along_lines(total, warmup):
 def test_it_learns(tmp_path: Path, name: str) -> None:
     """From random weights, with dropout, to rows that it has not seen."""
     folder = tiny_encoder.write_encoder(tmp_path)
-    told = TrainSettings(epochs=30, batch_size=16, lr=3e-3, dropout=0.05)
-    run = trainer(folder, name, told, 128)
+    told = TrainSettings(epochs=15, batch_size=16, lr=3e-3, dropout=0.05)
+    run = trainer(folder, name, told, 160)
     held_out = encode(folder, run.encoder, tiny_encoder.examples(64, seed=9))
     before = evaluate(run.encoder, held_out, ("accuracy",), "cpu")["accuracy"]
     losses = [loss for _, loss in run.steps(0)]
     after = evaluate(run.encoder, held_out, ("accuracy",), "cpu")["accuracy"]
-    assert before < 0.8
-    assert after > 0.9
-    assert losses[-1] < 0.5 * losses[0]
+    assert before < 0.65
+    # Linformer mixes positions before it looks, so that it has to learn a word at every place.
+    assert after > (0.7 if name == "linformer" else 0.95)
+    assert losses[-1] < 0.1 * losses[0]
 
 
 @each
