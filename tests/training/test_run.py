@@ -145,6 +145,8 @@ def test_llm_loads_what_was_written_and_says_the_same(tmp_path: Path, name: str,
     assert list(outputs[0].scores) == ["down", "up"]
     assert json.loads((tmp_path / "out" / "training.json").read_text()) == report
     assert not (tmp_path / "out" / state.FILE).exists()
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     kinds = {"mha": "MultiHeadAttention", "linformer": "LinformerAttention", "c2psa": "C2PSA"}
     assert type(llm.encoder.encoder.layers[0].attention).__name__ == kinds[name]
 

@@ -46,6 +46,8 @@ def write_model(
     }
     new = folder / f"{SINGLE}.new"
     save_file(tensors, new, metadata={"format": "pt"})
+    # safetensors writes for its owner alone, whatever the umask.
+    new.chmod((folder / "config.json").stat().st_mode & 0o777)
     new.replace(folder / SINGLE)
 
 
