@@ -155,6 +155,7 @@ def test_attention_that_does_not_fit_is_refused(
         (lambda: TrainSettings(warmup=1.5), "warmup must be at least 0 and at most 1"),
         (lambda: TrainSettings(max_grad_norm=float("inf")), "max_grad_norm must be finite"),
         (lambda: TrainSettings(dropout=1.0), "dropout must be at least 0 and less than 1"),
+        (lambda: TrainSettings(device="tpu"), "device must be cpu, cuda or cuda:N, got 'tpu'"),
         (lambda: TrainSettings(seed=-1), "seed must be a whole number from 0"),
     ],
 )

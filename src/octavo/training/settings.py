@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 ATTENTION = ("mha", "linformer", "c2psa")
@@ -58,6 +59,8 @@ class TrainSettings:
         for name in ("max_tokens", "max_steps"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name))
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
+            raise ValueError(f"device must be cpu, cuda or cuda:N, got {self.device!r:.100}")
         _between("lr", self.lr, 0.0, 1.0, open_low=True)
         _between("warmup", self.warmup, 0.0, 1.0)
         _between("weight_decay", self.weight_decay, 0.0, 1.0)

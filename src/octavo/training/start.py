@@ -53,6 +53,8 @@ def start_from(
             f"{checkpoint.path.name} is no encoder of the families BERT, RoBERTa and DistilBERT in a folder "
             "of safetensors: only those are trained"
         )
+    if settings.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"the device {settings.device} is not there, or this torch was built without it")
     sentence = sentence_files(checkpoint.path)
     stored = EncoderConfig.from_hf(checkpoint.metadata, sentence)
     notes = []

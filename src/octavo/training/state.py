@@ -74,4 +74,5 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, st
 
 def remove(folder: Path) -> None:
     """Nothing to go on from any more."""
-    (folder / FILE).unlink(missing_ok=True)
+    for name in (FILE, f"{FILE}.new"):
+        (folder / name).unlink(missing_ok=True)
