@@ -22,11 +22,13 @@ COMMANDS = [
     ["models"],
     ["run"],
     ["train"],
+    ["convert"],
     ["bench"],
     ["bench", "attention"],
     ["bench", "throughput"],
     ["bench", "perplexity"],
     ["bench", "quality"],
+    ["bench", "conversion"],
 ]
 
 

@@ -406,6 +406,42 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+@app.command("conversion")
+def conversion(
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="Fitted to, but for its last fifth, which is measured on.")
+    ] = TEXT,
+    out: Annotated[Path, typer.Option(metavar="JSON", help="The file that is written.")] = RESULTS
+    / "conversion.json",
+    steps: Annotated[int, typer.Option(min=0, help="Steps of Adam a layer.")] = 60,
+    learning_rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Adam's, at the start.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    scale: Annotated[int, typer.Option(min=1, help="So many times fewer tokens of text.")] = 1,
+    threads: opt.Threads = None,
+) -> None:
+    """What converting models to fewer heads costs: mean-pooled, aligned, and fitted to a text.
+
+    SmolLM2 at rate 3 and MiniLM at rates 2 and 4; takes some minutes.
+    """
+    from octavo.bench import conversion as bench
+    from octavo.cli.convert import bar
+    from octavo.convert.recover import Recovery
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            text,
+            cases=bench.scaled(scale),
+            recovery=Recovery(steps=steps, learning_rate=learning_rate, seed=seed),
+            threads=threads or usable_cpus(),
+            progress=bar,
+            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
+        )
+    _console().print(bench.table(result))
+    print(f"written: {out}")
+
+
 def _names(text: str) -> list[str]:
     """Names separated by commas; "none" is none."""
     names = [name.strip() for name in text.split(",")]

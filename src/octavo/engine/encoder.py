@@ -144,9 +144,14 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     return checkpoint.kind == "hf" and checkpoint.metadata.get("model_type") in MODEL_TYPES
 
 
+def read_encoder_config(checkpoint: Checkpoint) -> EncoderConfig:
+    """From config.json and the files beside it. Raises ValueError for what is not supported."""
+    return EncoderConfig.from_hf(checkpoint.metadata, sentence_files(checkpoint.path))
+
+
 def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
     """Read config, tokenizer and weights. Raises ValueError for what is damaged or not supported."""
-    config = EncoderConfig.from_hf(checkpoint.metadata, sentence_files(checkpoint.path))
+    config = read_encoder_config(checkpoint)
     encoder = load_weights(config, checkpoint, device)
     return EncoderEngine(encoder.eval(), EncoderTokenizer(checkpoint.path), device)
 

@@ -113,10 +113,11 @@ class Encoder(nn.Module):
 
     def embed(self, batch: EncoderBatch) -> torch.Tensor:
         """One vector a text, ``[num_texts, hidden]``, pooled and normalised as the checkpoint says."""
-        hidden = self(batch)
-        pooled = torch.cat(
-            [x.mean(1) if self.config.pooling == "mean" else x[:, 0] for x in _texts(hidden, batch.runs)]
-        )
+        return torch.cat([self.pool(x) for x in _texts(self(batch), batch.runs)])
+
+    def pool(self, x: torch.Tensor) -> torch.Tensor:
+        """The vectors of texts of one length, ``[texts, hidden]``, from ``[texts, tokens, hidden]``."""
+        pooled = x.mean(1) if self.config.pooling == "mean" else x[:, 0]
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
     def classify(self, batch: EncoderBatch) -> torch.Tensor:
