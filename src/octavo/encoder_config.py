@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.metadata_kinds import MAX_LAYERS, UnsupportedModelError, check_kinds, check_number, size_of
+from octavo.metadata_kinds import (
+    MAX_LAYERS,
+    UnsupportedModelError,
+    c2psa_fields,
+    check_kinds,
+    check_number,
+    size_of,
+)
 
 MODEL_TYPES = ("bert", "roberta", "distilbert")
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -17,9 +24,11 @@ POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 class EncoderConfig:
     """``first_position`` is the position of a text's first token; ``max_tokens`` the longest text.
 
+    ``num_heads`` counts the heads before ``compress_rate`` of them share their projections.
     ``labels`` are the classes of the head, in order, or empty without one; one label is a regression.
-    ``compress_rate`` and ``topk`` are set where the attention is C2PSA. ``pooling`` ("mean" or "cls") and
-    ``normalize`` say what an embedding is.
+    ``compress_rate`` and ``topk`` are set where the attention is C2PSA, ``projected_len`` and
+    ``projected_max`` (the longest text) where it is Linformer's. ``pooling`` ("mean" or "cls") and
+    ``normalize`` say what an embedding is. The dropouts matter in training alone.
     """
 
     family: str
@@ -38,8 +47,17 @@ class EncoderConfig:
     multi_label: bool = False
     compress_rate: int | None = None
     topk: int | None = None
+    projected_len: int | None = None
+    projected_max: int | None = None
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    head_dropout: float = 0.0
     pooling: str = "mean"
     normalize: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], sentence: SentenceFiles | None = None) -> EncoderConfig:
@@ -67,10 +85,8 @@ class EncoderConfig:
         positions = config.get("position_embedding_type") or "absolute"
         if positions != "absolute":
             raise UnsupportedModelError(f"position_embedding_type must be 'absolute', got {positions!r:.100}")
-        if sizes["hidden_size"] % sizes["num_heads"]:
-            raise UnsupportedModelError(
-                f"hidden_size ({sizes['hidden_size']}) must be a multiple of the heads ({sizes['num_heads']})"
-            )
+        attention = _attention(config)
+        sizes["num_heads"] = _heads_before_sharing(config, sizes, attention.get("compress_rate", 1))
         # RoBERTa counts positions from behind its padding token's.
         first = int(config.get("pad_token_id") or 0) + 1 if family == "roberta" else 0
         sentence = SentenceFiles() if sentence is None else sentence
@@ -86,12 +102,13 @@ class EncoderConfig:
             norm_eps=check_number(config.get("layer_norm_eps", 1e-12), "layer_norm_eps"),
             activation=ACTIVATIONS[activation],
             first_position=first,
-            max_tokens=min(most, sentence.max_tokens or most),
+            max_tokens=min(most, sentence.max_tokens or most, attention.get("projected_max", most)),
             labels=_labels(config),
             multi_label=config.get("problem_type") == "multi_label_classification",
             pooling=sentence.pooling,
             normalize=sentence.normalize,
-            **_c2psa(config),
+            **attention,
+            **_dropouts(config, family),
         )
 
 
@@ -132,9 +149,9 @@ class SentenceFiles:
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "activation": str,
     "architectures": list,
-    "c2psa": dict,
     "hidden_act": str,
     "id2label": dict,
+    "linformer": dict,
     "pad_token_id": int,
 }
 _BERT = {
@@ -166,9 +183,65 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _c2psa(config: Mapping[str, Any]) -> dict[str, int]:
-    """The key "c2psa" of a converted checkpoint: {"compress_rate": r, "topk": k}."""
-    found = config.get("c2psa")
-    if found is None:
-        return {}
-    return {key: size_of(found, key, "c2psa of config.json") for key in ("compress_rate", "topk")}
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the place of standard attention.
+
+    ``"c2psa": {"compress_rate": r, "topk": k}``, or ``"linformer": {"projected_len": p, "max_len": n}``.
+    """
+    c2psa, linformer = c2psa_fields(config), config.get("linformer")
+    if c2psa and linformer is not None:
+        raise UnsupportedModelError("config.json may have c2psa or linformer, not both")
+    if linformer is not None:
+        where = "linformer of config.json"
+        sizes = {name: size_of(linformer, key, where) for name, key in _LINFORMER.items()}
+        if sizes["projected_len"] > sizes["projected_max"]:
+            raise UnsupportedModelError(f"projected_len may not be above max_len in {where}")
+        return sizes
+    return dict(c2psa)
+
+
+_LINFORMER = {"projected_len": "projected_len", "projected_max": "max_len"}
+
+
+def _dropouts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The shares that training drops, under each family's names; the defaults are transformers' own."""
+    attention, hidden, head = _DROPOUTS[family]
+    shares = {"attention_dropout": _share(config, attention, 0.1)}
+    shares["hidden_dropout"] = _share(config, hidden, 0.1)
+    shares["head_dropout"] = _share(config, head, 0.2 if family == "distilbert" else shares["hidden_dropout"])
+    return shares
+
+
+_DROPOUTS = {
+    "bert": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "roberta": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "distilbert": ("attention_dropout", "dropout", "seq_classif_dropout"),
+}
+
+
+def _share(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise UnsupportedModelError(f"{key} must be at least 0 and less than 1, got {value!r:.100}")
+    return float(value)
+
+
+def _heads_before_sharing(config: Mapping[str, Any], sizes: Mapping[str, int], rate: int) -> int:
+    """Where ``head_dim`` is stated, the heads are those that are computed: each stands for ``rate``.
+
+    Without it, as in every plain checkpoint, they are the heads before any share their projections.
+    """
+    hidden, heads = sizes["hidden_size"], sizes["num_heads"]
+    if config.get("head_dim") is None:
+        if hidden % heads:
+            raise UnsupportedModelError(f"hidden_size ({hidden}) must be a multiple of the heads ({heads})")
+        return heads
+    head_dim = size_of(config, "head_dim", "config.json")
+    if heads * rate * head_dim != hidden:
+        raise UnsupportedModelError(
+            f"hidden_size ({hidden}) must be the heads ({heads}) times compress_rate ({rate}) "
+            f"times head_dim ({head_dim})"
+        )
+    return heads * rate

@@ -89,3 +89,12 @@ def check_number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
         raise UnsupportedModelError(f"{name} must be a positive number, got {value!r:.100}")
     return float(value)
+
+
+def c2psa_fields(config: Mapping[str, Any]) -> dict[str, int]:
+    """The key "c2psa" of a converted checkpoint, {"compress_rate": r, "topk": k}, or nothing without it."""
+    check_kinds(config, {"c2psa": dict})
+    found = config.get("c2psa")
+    if found is None:
+        return {}
+    return {key: size_of(found, key, "c2psa of config.json") for key in ("compress_rate", "topk")}

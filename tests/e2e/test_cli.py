@@ -21,10 +21,14 @@ COMMANDS = [
     ["pull"],
     ["models"],
     ["run"],
+    ["train"],
+    ["convert"],
     ["bench"],
     ["bench", "attention"],
     ["bench", "throughput"],
     ["bench", "perplexity"],
+    ["bench", "quality"],
+    ["bench", "conversion"],
 ]
 
 

@@ -70,7 +70,7 @@ class TinyModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        self.head_rows.append(rows.shape[0])
+        self.head_rows.append(len(rows))
         return times(hidden[rows], self.head)
 
 

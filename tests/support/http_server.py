@@ -59,9 +59,8 @@ class Script(TinyModel):
         return hidden
 
     def logits(self, hidden, rows):
-        hidden = hidden[rows]
-        out = torch.full((hidden.shape[0], engine_fixtures.HEAD_WIDTH), -10.0)
-        for row, position in enumerate(hidden[:, 0].tolist()):
+        out = torch.full((len(rows), engine_fixtures.HEAD_WIDTH), -10.0)
+        for row, position in enumerate(hidden[rows, 0].tolist()):
             place = int(position) + 1 - self.prompt_length
             token = self.script[place] if 0 <= place < len(self.script) else self.end
             out[row, token] = 10.0

@@ -339,6 +339,111 @@ def perplexity(
     print(f"written: {out / 'perplexity.json'}")
 
 
+@app.command("quality")
+def quality(  # noqa: PLR0913  (each argument is an option of the command)
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="A TSV file of labelled texts: label, text, maybe text2.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="JSON",
+            help="Where the result goes; the runs that it holds already are not run again.",
+        ),
+    ] = RESULTS / "quality.json",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The encoder that is fine-tuned.")] = "minilm",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention.")] = 3,
+    rows: Annotated[int | None, typer.Option(min=10, help="Rows of the file, drawn at random.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 32,
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate, for all.")] = 1e-4,
+    rates: Annotated[str, typer.Option(metavar="NUMBERS", help="compress_rate of C2PSA.")] = "1,2,4",
+    topks: Annotated[str, typer.Option(metavar="NUMBERS", help="topk of C2PSA.")] = "8,32",
+    projected_len: Annotated[int, typer.Option(min=1, help="Rows of Linformer's keys and values.")] = 32,
+    threads: opt.Threads = None,
+) -> None:
+    """What an attention costs in quality: MHA, Linformer and C2PSA fine-tuned on the same rows.
+
+    A fifth of the rows is held out. Runs with all rows and three seeds take one or two hours on two cores.
+    """
+    from rich.console import Console
+
+    from octavo.bench import quality as bench
+    from octavo.engine.resources import usable_cpus
+
+    console = Console(stderr=True, soft_wrap=True)
+    with plainly():
+        settings = bench.QualitySettings(
+            steps=steps,
+            seeds=seeds,
+            rows=rows,
+            batch_size=batch_size,
+            lr=lr,
+            rates=_numbers(rates),
+            topks=_numbers(topks),
+            projected_len=projected_len,
+            threads=threads or usable_cpus(),
+        )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            model,
+            data,
+            settings,
+            found=json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None,
+            report=lambda line: console.print(line, style="dim", markup=False),
+            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
+        )
+    _console().print(bench.table(result))
+    for goal in result["goals"]:
+        print(f"{goal['goal']}: {goal['found']:+.2f}, {'met' if goal['met'] else 'missed'}")
+    print(f"written: {out}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**9 for word in words):
+        raise ValueError(f"expected whole numbers separated by commas, got {text!r:.100}")
+    return tuple(int(word) for word in words)
+
+
+@app.command("conversion")
+def conversion(
+    text: Annotated[
+        Path, typer.Option(metavar="FILE", help="Fitted to, but for its last fifth, which is measured on.")
+    ] = TEXT,
+    out: Annotated[Path, typer.Option(metavar="JSON", help="The file that is written.")] = RESULTS
+    / "conversion.json",
+    steps: Annotated[int, typer.Option(min=0, help="Steps of Adam a layer.")] = 60,
+    learning_rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Adam's, at the start.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    scale: Annotated[int, typer.Option(min=1, help="So many times fewer tokens of text.")] = 1,
+    threads: opt.Threads = None,
+) -> None:
+    """What converting models to fewer heads costs: mean-pooled, aligned, and fitted to a text.
+
+    SmolLM2 at rate 3 and MiniLM at rates 2 and 4; takes some minutes.
+    """
+    from octavo.bench import conversion as bench
+    from octavo.cli.convert import bar
+    from octavo.convert.recover import Recovery
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            text,
+            cases=bench.scaled(scale),
+            recovery=Recovery(steps=steps, learning_rate=learning_rate, seed=seed),
+            threads=threads or usable_cpus(),
+            progress=bar,
+            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
+        )
+    _console().print(bench.table(result))
+    print(f"written: {out}")
+
+
 def _names(text: str) -> list[str]:
     """Names separated by commas; "none" is none."""
     names = [name.strip() for name in text.split(",")]

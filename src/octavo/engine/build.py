@@ -21,6 +21,7 @@ from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
+from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
@@ -95,8 +96,12 @@ def build(config: EngineConfig) -> Engine | EncoderEngine:
 
 
 def _build_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Engine:
+    model = read_config(checkpoint)
     # Refused before the weights are read, which takes seconds.
-    _backend(config, read_config(checkpoint), native.ThreadPool(1))
+    _backend(config, model, native.ThreadPool(1))
+    topk = c2psa_fields(checkpoint.metadata).get("topk")
+    if topk is not None and topk < model.max_position_embeddings:
+        log.warning("%s asks for the top %d keys: the decoder attends to all", checkpoint.path.name, topk)
     return assemble(config, load(checkpoint, config))
 
 

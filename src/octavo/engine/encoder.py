@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -89,24 +89,37 @@ class EncoderEngine:
         return outputs
 
     def _run(self, encoded: Sequence[Encoded], forward: Any, width: int) -> torch.Tensor:
-        out = torch.empty(len(encoded), width)
-        for members in batches(encoded):
-            batch = self._batch([encoded[i] for i in members])
-            out[torch.tensor(members)] = forward(batch).float().cpu()
-        return out
+        return in_batches(encoded, self.config, forward, width, self.device)
 
-    def _batch(self, items: list[Encoded]) -> EncoderBatch:
-        lengths = [len(item.ids) for item in items]
-        runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        tensor = partial(torch.tensor, device=self.device)
-        first = self.config.first_position
-        two_segments = self.config.type_vocab_size > 1
-        return EncoderBatch(
-            token_ids=tensor([i for item in items for i in item.ids]),
-            positions=tensor([p for length in lengths for p in range(first, first + length)]),
-            segments=tensor([s if two_segments else 0 for item in items for s in item.segments]),
-            runs=runs,
-        )
+
+def in_batches(
+    encoded: Sequence[Encoded],
+    config: EncoderConfig,
+    forward: Callable[[EncoderBatch], torch.Tensor],
+    width: int,
+    device: str,
+) -> torch.Tensor:
+    """``forward`` on each text, ``[len(encoded), width]`` float32 on the CPU, in the order of the texts."""
+    out = torch.empty(len(encoded), width)
+    for members in batches(encoded):
+        batch = pack([encoded[i] for i in members], config, device)
+        out[torch.tensor(members)] = forward(batch).float().cpu()
+    return out
+
+
+def pack(items: Sequence[Encoded], config: EncoderConfig, device: str) -> EncoderBatch:
+    """Texts as one batch; those of one length should stand side by side."""
+    lengths = [len(item.ids) for item in items]
+    runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
+    tensor = partial(torch.tensor, device=device)
+    first = config.first_position
+    two_segments = config.type_vocab_size > 1
+    return EncoderBatch(
+        token_ids=tensor([i for item in items for i in item.ids]),
+        positions=tensor([p for length in lengths for p in range(first, first + length)]),
+        segments=tensor([s if two_segments else 0 for item in items for s in item.segments]),
+        runs=runs,
+    )
 
 
 def batches(encoded: Sequence[Encoded]) -> Iterator[list[int]]:
@@ -131,9 +144,20 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
     return checkpoint.kind == "hf" and checkpoint.metadata.get("model_type") in MODEL_TYPES
 
 
+def read_encoder_config(checkpoint: Checkpoint) -> EncoderConfig:
+    """From config.json and the files beside it. Raises ValueError for what is not supported."""
+    return EncoderConfig.from_hf(checkpoint.metadata, sentence_files(checkpoint.path))
+
+
 def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
     """Read config, tokenizer and weights. Raises ValueError for what is damaged or not supported."""
-    config = EncoderConfig.from_hf(checkpoint.metadata, _sentence_files(checkpoint.path))
+    config = read_encoder_config(checkpoint)
+    encoder = load_weights(config, checkpoint, device)
+    return EncoderEngine(encoder.eval(), EncoderTokenizer(checkpoint.path), device)
+
+
+def load_weights(config: EncoderConfig, checkpoint: Checkpoint, device: str = "cpu") -> Encoder:
+    """The encoder that ``config`` describes, in training mode. Raises ValueError where weights do not fit."""
     with torch.device("meta"):
         encoder = Encoder(config)
     weights = sum(parameter.numel() for parameter in encoder.parameters())
@@ -142,12 +166,13 @@ def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
             f"the config of {checkpoint.path.name} describes a model of {weights} weights, "
             f"but its files have {checkpoint.num_bytes} bytes"
         )
-    encoder = encoder.to_empty(device=device).eval()
+    encoder = encoder.to_empty(device=device)
     load_model(encoder, checkpoint, tied=False, canonical=partial(canonical, config))
-    return EncoderEngine(encoder, EncoderTokenizer(checkpoint.path), device)
+    return encoder
 
 
-def _sentence_files(folder: Path) -> SentenceFiles:
+def sentence_files(folder: Path) -> SentenceFiles:
+    """What sentence-transformers' files in a folder say. Raises ValueError for damaged ones."""
     path = folder / "modules.json"
     if not path.is_file():
         return SentenceFiles()
