@@ -304,7 +304,7 @@ async def _first_token(port: int, prompt: list[int]) -> float:
     """Seconds to the only token of an answer."""
     await call(port, "DELETE", "/v1/cache")
     reply = await call(port, "POST", "/v1/completions", completion_body(prompt, 1))
-    assert reply.done, reply.body
+    assert reply.done, (reply.status, reply.body, reply.events[-1:])
     return reply.events[0][0] - reply.start
 
 
