@@ -69,9 +69,9 @@ class TinyModel:
             hidden[batch.token_ids == token] = float("nan")
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.head_rows.append(hidden.shape[0])
-        return times(hidden, self.head)
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.head_rows.append(len(rows))
+        return times(hidden[rows], self.head)
 
 
 @pytest.fixture(scope="session")
