@@ -40,13 +40,38 @@ class EncoderEngine:
         self.tokenizer = tokenizer
         self.device = device
 
-    @torch.inference_mode()
     def embed(self, texts: Sequence[Text], *, truncate: bool = False) -> torch.Tensor:
-        """``[len(texts), hidden_size]`` float32, in the order of the texts.
+        """``[len(texts), hidden_size]`` float32, in the order of the texts; raises as :meth:`encode`."""
+        return self.embed_encoded(self.encode(texts, truncate=truncate))
 
-        Raises ValueError, which names the text, for one that is too long (unless ``truncate``) or no text.
+    @torch.inference_mode()
+    def embed_encoded(self, encoded: Sequence[Encoded]) -> torch.Tensor:
+        """``[len(encoded), hidden_size]`` float32 of what :meth:`encode` gave, in its order."""
+        return self._run(encoded, self.encoder.embed, self.config.hidden_size)
+
+    def encode(self, texts: Sequence[Text | list[int]], *, truncate: bool = False) -> list[Encoded]:
+        """Token ids of texts and of pairs; a list of ids stands for itself, with nothing put around it.
+
+        Raises ValueError, which names the text, for one that is too long (``truncate`` cuts texts, never
+        lists of ids), for an id that the model does not know, and for what is no text.
         """
-        return self._run(texts, self.encoder.embed, truncate, self.config.hidden_size)
+        encoded = []
+        for i, text in enumerate(texts):
+            try:
+                encoded.append(self._encode(text, truncate))
+            except ValueError as error:
+                raise ValueError(f"text {i}: {error}" if len(texts) > 1 else str(error)) from None
+        return encoded
+
+    def _encode(self, text: Any, truncate: bool) -> Encoded:
+        most = self.config.max_tokens
+        if isinstance(text, list) and not any(isinstance(item, str) for item in text):
+            item = self.tokenizer.from_ids(text, max_tokens=most)
+        else:
+            item = self.tokenizer.encode(text, max_tokens=most, truncate=truncate)
+        if max(item.ids) >= self.config.vocab_size:
+            raise ValueError(f"token {max(item.ids)} is not one of the model's {self.config.vocab_size}")
+        return item
 
     @torch.inference_mode()
     def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[ClassificationOutput]:
@@ -54,7 +79,7 @@ class EncoderEngine:
         labels = self.config.labels
         if not labels:
             raise ValueError("this checkpoint has no classification head: only embed() works")
-        logits = self._run(texts, self.encoder.classify, truncate, len(labels))
+        logits = self._run(self.encode(texts, truncate=truncate), self.encoder.classify, len(labels))
         if len(labels) > 1:
             logits = logits.sigmoid() if self.config.multi_label else logits.softmax(-1)
         outputs = []
@@ -63,18 +88,7 @@ class EncoderEngine:
             outputs.append(ClassificationOutput(labels[best], row[best], dict(zip(labels, row, strict=True))))
         return outputs
 
-    def _run(self, texts: Sequence[Text], forward: Any, truncate: bool, width: int) -> torch.Tensor:
-        encoded = []
-        for i, text in enumerate(texts):
-            try:
-                item = self.tokenizer.encode(text, max_tokens=self.config.max_tokens, truncate=truncate)
-            except ValueError as error:
-                raise ValueError(f"text {i}: {error}" if len(texts) > 1 else str(error)) from None
-            if max(item.ids) >= self.config.vocab_size:
-                raise ValueError(
-                    f"text {i} has token {max(item.ids)}, the model knows {self.config.vocab_size}"
-                )
-            encoded.append(item)
+    def _run(self, encoded: Sequence[Encoded], forward: Any, width: int) -> torch.Tensor:
         return in_batches(encoded, self.config, forward, width, self.device)
 
 
@@ -87,9 +101,7 @@ def in_batches(
 ) -> torch.Tensor:
     """``forward`` on each text, ``[len(encoded), width]`` float32 on the CPU, in the order of the texts."""
     out = torch.empty(len(encoded), width)
-    # By length, so that texts of one length lie side by side and are one attention call.
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
-    for members in _batches(order, encoded):
+    for members in batches(encoded):
         batch = pack([encoded[i] for i in members], config, device)
         out[torch.tensor(members)] = forward(batch).float().cpu()
     return out
@@ -110,10 +122,14 @@ def pack(items: Sequence[Encoded], config: EncoderConfig, device: str) -> Encode
     )
 
 
-def _batches(order: list[int], encoded: Sequence[Encoded]) -> Iterator[list[int]]:
+def batches(encoded: Sequence[Encoded]) -> Iterator[list[int]]:
+    """Which of ``encoded`` go through the model together: places, each once.
+
+    By length, so that texts of one length lie side by side and are one attention call.
+    """
     batch: list[int] = []
     tokens = 0
-    for i in order:
+    for i in sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids)):
         if batch and tokens + len(encoded[i].ids) > BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
