@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-
-from octavo.kernels import api, fused, reference, topk_paged
 from tests.kernels import paged
 from tests.kernels.paged import Case, Paged
+
+from octavo.kernels import api, fused, reference, topk_paged
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
 ISAS = ["auto", "portable"]
@@ -127,7 +127,10 @@ def test_with_k_or_fewer_visible_keys_it_is_dense_to_the_bit(
     kv_dtype: torch.dtype, window: int | None
 ) -> None:
     """k - 1, k and k + 1 visible keys, in rows of one tile and in decode; also k over several spans."""
-    for k, seqs in ((64, ((70, 70), (1, 63), (1, 64), (1, 65), (3, 66))), (600, ((1, 599), (1, 600), (620, 620)))):
+    for k, seqs in (
+        (64, ((70, 70), (1, 63), (1, 64), (1, 65), (3, 66))),
+        (600, ((1, 599), (1, 600), (620, 620))),
+    ):
         case = Case(seqs, kv_dtype=kv_dtype, window=window)
         for p in (paged.build(case), with_plane(paged.build(case))):
             dense = paged.run("fused", p)[0]

@@ -112,9 +112,9 @@ class TopkRow(NamedTuple):
 def topk_row(scores: torch.Tensor, values: torch.Tensor, first: int, topk: int) -> TopkRow:
     """The definition, literally, for a row that sees the positions ``first`` and on.
 
-    ``scores`` ``[n]`` float32 are its scaled scores, ``values`` ``[n, head_dim]``. Of the visible keys the last
-    floor(topk / 2) are kept, and of the others the first in a stable sort by falling score. The dropped mass is
-    1 - (softmax mass of the kept keys / mass of all), in float64.
+    ``scores`` ``[n]`` float32 are its scaled scores, ``values`` ``[n, head_dim]``. Of the visible keys the
+    last floor(topk / 2) are kept, and of the others the first in a stable sort by falling score. The
+    dropped mass is 1 - (softmax mass of the kept keys / mass of all), in float64.
     """
     n = scores.shape[0]
     others = max(0, n - topk // 2)

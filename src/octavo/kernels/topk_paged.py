@@ -1,12 +1,13 @@
 """Top-k attention over the paged cache, in C++ (``csrc/topk_paged.cpp``), exactly by its definition.
 
-Of a row's visible keys the last floor(k / 2) are kept, and of the others the k - floor(k / 2) with the highest
-scores, ties to the lowest position; with k or fewer visible keys it is dense attention. A score is the number of
-one fixed-order dot product, the same in prefill and in decode. So a row's result depends on its query and the keys
-it sees, to the bit: not on chunks, the batch, the block size, where blocks lie, the plane, or ``pool``.
+Of a row's visible keys the last floor(k / 2) are kept, and of the others the k - floor(k / 2) with the
+highest scores, ties to the lowest position; with k or fewer visible keys it is dense attention. A score is
+the number of one fixed-order dot product, the same in prefill and in decode. So a row's result depends on
+its query and the keys it sees, to the bit: not on chunks, the batch, the block size, where blocks lie, the
+plane, or ``pool``.
 
-The *scan plane* holds an approximation of every complete span of 16 keys, in int8, and bounds of its error. With
-few queries it is read in place of K, and only keys that may be among the winners are scored from K.
+The *scan plane* holds an approximation of every complete span of 16 keys, in int8, and bounds of its error.
+With few queries it is read in place of K, and only keys that may be among the winners are scored from K.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Plan(NamedTuple):
 class Report(NamedTuple):
     """Sums over rows, a row being a query, a head and a layer; of ``dropped_max`` the largest.
 
-    ``visible`` and ``kept`` count keys, ``rescored`` those that the scan could not decide. ``dropped`` is an upper
-    bound of the softmax mass that was left out, 0 to 1 a row.
+    ``visible`` and ``kept`` count keys, ``rescored`` those that the scan could not decide. ``dropped`` is
+    an upper bound of the softmax mass that was left out, 0 to 1 a row.
     """
 
     rows: float = 0.0
@@ -48,16 +49,16 @@ class Report(NamedTuple):
     def __add__(self, other: object) -> Report:
         if not isinstance(other, Report):
             return NotImplemented
-        sums = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
-        return Report(*sums, max(self.dropped_max, other.dropped_max))
+        sums = Report(*(a + b for a, b in zip(self, other, strict=True)))
+        return sums._replace(dropped_max=max(self.dropped_max, other.dropped_max))
 
 
 class Details(NamedTuple):
     """What :func:`attend` can also tell of a layer.
 
     ``position`` ``[num_tokens, num_heads, max_topk]`` int32: the kept keys in rising order, then -1;
-    ``dropped`` ``[num_tokens, num_heads]``: an upper bound of the dropped mass. Rows of sequences that are dense
-    in this step stay -1 and 0.
+    ``dropped`` ``[num_tokens, num_heads]``: an upper bound of the dropped mass. Rows of sequences that are
+    dense in this step stay -1 and 0.
     """
 
     position: torch.Tensor
@@ -117,9 +118,9 @@ def attend(
 ) -> Details | None:
     """Write the rows of the plan's sequences to ``out`` [num_tokens, num_heads, head_dim], which else stays.
 
-    ``kv.plane`` None scores every visible key. With a plane, the spans of 16 that the step's keys complete are
-    written to it first. ``report`` [num_seqs, len(Report)] float64 is added to. Raises ValueError for tensors
-    that do not fit the plan.
+    ``kv.plane`` None scores every visible key. With a plane, the spans of 16 that the step's keys complete
+    are written to it first. ``report`` [num_seqs, len(Report)] float64 is added to. Raises ValueError for
+    tensors that do not fit the plan.
     """
     native, spec, topk = plan
     checks.check_layer(q, kv, native.num_tokens, spec)
