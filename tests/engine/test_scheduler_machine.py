@@ -253,7 +253,9 @@ def _trust_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ignore_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     original = PrefixCache.chain
-    monkeypatch.setattr(PrefixCache, "chain", lambda self, tokens, salt: original(self, tokens, ""))
+    monkeypatch.setattr(
+        PrefixCache, "chain", lambda self, tokens, salt, policy: original(self, tokens, "", policy)
+    )
 
 
 def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:

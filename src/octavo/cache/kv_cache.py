@@ -44,7 +44,9 @@ class KVCache:
         self._layers = list(zip(self.key.unbind(), self.value.unbind(), strict=True))
         record = (block_size // topk_paged.RECORD_KEYS, topk_paged.record_bytes(head_dim))
         planes = (len(plane_layers), num_blocks, num_kv_heads, *record)
-        self.planes = _lazy_zeros(planes, torch.uint8)
+        self.planes = (
+            _lazy_zeros(planes, torch.uint8) if plane_layers else torch.zeros(planes, dtype=torch.uint8)
+        )
         self._plane_of = dict(zip(plane_layers, self.planes.unbind(), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
