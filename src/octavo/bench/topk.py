@@ -94,7 +94,7 @@ class Step:
         self.report = torch.zeros(case.batch, len(topk_paged.Report._fields), dtype=torch.float64)
 
     def _seal(self, case: Case, pool: ThreadPool) -> None:
-        """Write the planes, as prefill would: by a step that computes every key and leaves no row to top-k."""
+        """Write the planes, as prefill would: a step that computes every key and leaves no row to top-k."""
         starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.keys
         budgets = torch.full((case.batch,), case.keys, dtype=torch.int32)
         plan = topk_paged.plan(self.meta._replace(cu_seqlens_q=starts), budgets, self.spec, pool)

@@ -64,6 +64,8 @@ TopkPlan::~TopkPlan() = default;
 
 void TopkPlan::divide(int64_t window, bool planes) {
     items_.clear();
+    int64_t active = 0;
+    for (size_t s = 0; s < topk_.size(); ++s) active += topk_[s] > 0 && batch_.seqs[s].seq_len > topk_[s];
     for (size_t s = 0; s < topk_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
         // As many places as keys: AttentionPlan has these.
@@ -71,7 +73,11 @@ void TopkPlan::divide(int64_t window, bool planes) {
         const int64_t start = seq.seq_len - seq.q_len, rows = seq.q_len * group_;
         const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
         const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk_[s] >= kMinScanKeys;
-        const int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
+        int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
+        // Heads of a group share a scan; with few sequences the threads' share counts more.
+        const int64_t least = 3 * int64_t(pool_.num_threads());
+        while (scan && pool_.num_threads() > 1 && most > 1 && (rows + most - 1) / most * shape_.num_kv_heads * active < least)
+            most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);

@@ -75,6 +75,36 @@ int sift(const SiftTask& t) {
     return count;
 }
 
+// Halves the range between the lowest and the highest lower bound. A NaN is below everything.
+float limit(const LimitTask& t) {
+    const F8 nothing = set8(-__builtin_inff());
+    for (int j = 0; j < t.n; j += 8) store8(t.lower + j, max8(sub8(load8(t.value + j), load8(t.bound + j)), nothing));
+    for (int j = t.n; j % 8 != 0; ++j) t.lower[j] = -__builtin_inff();
+    float low = __builtin_inff(), high = -__builtin_inff();
+    int known = 0;
+    for (int j = 0; j < t.n; ++j) {
+        const float x = t.lower[j];
+        known += x > -__builtin_inff();
+        low = x > -__builtin_inff() && x < low ? x : low;
+        high = x > high ? x : high;
+    }
+    if (known < t.places || !(high < __builtin_inff())) return -__builtin_inff();
+    for (int i = 0; i < 12; ++i) {
+        const float middle = low + (high - low) * 0.5f;
+        if (!(middle > low && middle < high)) break;
+        const F8 bar = set8(middle);
+        int count = 0;
+        for (int j = 0; j < t.n; j += 8) count += __builtin_popcount(not_below8(load8(t.lower + j), bar));
+        (count >= t.places ? low : high) = middle;
+    }
+    return low;
+}
+
+void prefetch_rows(const void* const* row, int count, int bytes) {
+    for (int i = 0; i < count; ++i)
+        for (int at = 0; at < bytes; at += 64) prefetch_l2(static_cast<const char*>(row[i]) + at);
+}
+
 template <class T>
 void gather_typed(const GatherTask& t) {
     for (int half = 0; half < kPanel; half += 8) {
@@ -119,7 +149,6 @@ void attend_paged(PagedRow& t) {
             const int32_t p = t.position[end];
             value[end - first] = static_cast<const T*>(t.value) + t.blocks[p >> t.block_shift] * t.block_stride +
                                  int64_t(p & ((1 << t.block_shift) - 1)) * t.head_dim;
-            for (int d = 0; d < t.head_dim; d += int(64 / sizeof(T))) prefetch_l2(value[end - first] + d);
         }
         const int n = end - first;
         float m = -__builtin_inff();

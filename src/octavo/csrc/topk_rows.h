@@ -52,7 +52,7 @@ struct ScanTask {
     float* bound;
 };
 
-// One row's scanned keys [lo, hi) of a span that stay in the race: their upper bound reaches the limit, or is
+// One row's scanned keys [lo, hi) that stay in the race: their upper bound reaches the limit, or is
 // NaN. The others add exp(upper - top) to *dropped.
 struct SiftTask {
     int lo, hi;
@@ -61,7 +61,17 @@ struct SiftTask {
     float limit;
     float top;  // at least every upper bound below the limit
     float* dropped;
-    int32_t* stay;  // [kSpan] in order
+    int32_t* stay;  // [hi - lo] in order
+};
+
+// A limit that at least `places` of the n intervals [value - bound, value + bound] lie at or above, nearly the
+// highest there is; -infinity when there are not so many. `lower` is scratch, [n rounded up to 8].
+struct LimitTask {
+    int n;
+    int places;
+    const float* value;  // readable up to n rounded up to 8, as is `bound`
+    const float* bound;
+    float* lower;
 };
 
 // Up to 16 keys anywhere in the cache against one row: the numbers that SpanTask's score gives.
@@ -96,6 +106,9 @@ struct PagedRow {
 struct PagedTopkIsa {
     void (*scan)(const ScanTask& task);
     int (*sift)(const SiftTask& task);
+    float (*limit)(const LimitTask& task);
+    // Asks for rows of `bytes` at the given positions: [count] addresses.
+    void (*prefetch)(const void* const* row, int count, int bytes);
     void (*gather)(const GatherTask& task);
     void (*attend)(PagedRow& row);
     // (m, l) <- (m, l) with the n more scores: l = sum of exp(score - m).

@@ -27,6 +27,7 @@ constexpr double kMaxQueryCode = 32767.0;
 constexpr double kWiden = 1.0 + 0x1p-12;
 // Above this a partial sum of the score could overflow where the whole does not: nothing is known then.
 constexpr double kMaxQuery = 1e28;
+constexpr double kRoundTo = 0x1.8p52;  // adding and subtracting it rounds to a whole number
 constexpr double kLeastScale = 0x1p-14;  // the least normal float16
 
 // The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
@@ -80,7 +81,7 @@ void seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8
         const double step = half_to_float(scale[i]);
         for (int d = 0; d < head_dim; ++d) {
             const double r = finite ? double(k[i][d]) - double(mean[d]) : 0.0;
-            const double c = std::clamp(std::nearbyint(r / step), -kMaxCode, kMaxCode);
+            const double c = std::clamp((r / step + kRoundTo) - kRoundTo, -kMaxCode, kMaxCode);
             code[(d / 2 * kRecordKeys + i) * 2 + d % 2] = int8_t(c);
             lost += (r - step * c) * (r - step * c);
         }
@@ -117,7 +118,7 @@ void prepare_query(const float* q, int head_dim, float scale, int16_t* code, Sca
     const float step = largest > 0.0 ? std::max(float(largest / kMaxQueryCode), std::numeric_limits<float>::min())
                                      : 1.0f;
     for (int d = 0; d < head_dim; ++d) {
-        const double c = std::clamp(std::nearbyint(double(q[d]) / double(step)), -kMaxQueryCode, kMaxQueryCode);
+        const double c = std::clamp((double(q[d]) / double(step) + kRoundTo) - kRoundTo, -kMaxQueryCode, kMaxQueryCode);
         code[d] = int16_t(c);
         lost += (double(q[d]) - double(step) * c) * (double(q[d]) - double(step) * c);
     }

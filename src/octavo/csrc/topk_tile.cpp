@@ -39,7 +39,8 @@ TopkTile::TopkTile(const TopkPlan& plan)
     order_.resize(size_t(capacity_));
     ints_.resize(size_t(2 * entries));
     codes_.resize(size_t(rows * d));
-    sorted_.resize(size_t(capacity_));
+    lower_.resize(size_t(capacity_));
+    addresses_.resize(size_t(capacity_));
     for (int64_t r = 0; r < rows; ++r) {
         Row& row = rows_[size_t(r)];
         row.best.score = piece(capacity_);
@@ -59,6 +60,7 @@ void TopkTile::run(const TopkLayerArgs& args, TopkPlan::Item* item) {
     } else {
         score_all();
     }
+    if (item->scan) prefetch_values();
     for (int r = 0; r < item->rows; ++r) finish(r);
 }
 
@@ -175,11 +177,11 @@ void TopkTile::settle(Row& row) {
     row.settled = true;
 }
 
-const void* TopkTile::key_at(int64_t position) const {
+const void* TopkTile::at(const char* base, int64_t position) const {
     const Shape& shape = plan_.shape_;
-    const int64_t at = blocks_[position >> plan_.block_shift_] * stride_ +
-                       (position & (shape.block_size - 1)) * shape.head_dim;
-    return key_ + at * (shape.half ? 2 : 4);
+    const int64_t element = blocks_[position >> plan_.block_shift_] * stride_ +
+                            (position & (shape.block_size - 1)) * shape.head_dim;
+    return base + element * (shape.half ? 2 : 4);
 }
 
 // Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
@@ -264,34 +266,26 @@ void TopkTile::scan_all() {
         if (row.settled) continue;
         tighten(row);
         rescore(row);
-        settle(row);
     }
 }
 
-// Raises the limit to the places-th highest lower bound, and drops what cannot reach it.
+void TopkTile::raise(Row& row, float limit) {
+    if (!(row.limit < limit)) return;
+    if (row.dropped != 0.0f) row.dropped *= float(std::exp(double(row.top) - double(limit)));
+    row.limit = row.top = limit;
+}
+
+// Raises the limit by the lower bounds of the candidates, and drops those that cannot reach it.
 void TopkTile::tighten(Row& row) {
-    const int n = row.num_candidates, places = row.best.places;
-    if (n <= places) return;
-    for (int i = 0; i < n; ++i) {
-        const float lower = row.value[i] - row.bound[i];
-        sorted_[size_t(i)] = lower > -kInf ? lower : -kInf;
-    }
-    std::nth_element(sorted_.begin(), sorted_.begin() + (places - 1), sorted_.begin() + n, std::greater<float>());
-    row.limit = std::max(row.limit, sorted_[size_t(places - 1)]);
-    if (row.top < row.limit) {
-        row.dropped = row.top == -kInf ? 0.0f : row.dropped * float(std::exp(double(row.top) - double(row.limit)));
-        row.top = row.limit;
-    }
-    int stay = 0;
-    for (int i = 0; i < n; ++i) {
-        const float upper = row.value[i] + row.bound[i];
-        if (upper < row.limit) {
-            row.dropped += float(std::exp(double(upper) - double(row.top)));
-            continue;
-        }
-        row.candidate[stay] = row.candidate[i];
-        row.value[stay] = row.value[i];
-        row.bound[stay++] = row.bound[i];
+    if (row.num_candidates <= row.best.places) return;
+    raise(row, plan_.paged_.limit({row.num_candidates, row.best.places, row.value, row.bound, lower_.data()}));
+    const int stay = plan_.paged_.sift(
+        {0, row.num_candidates, row.value, row.bound, row.limit, row.top, &row.dropped, order_.data()});
+    for (int i = 0; i < stay; ++i) {
+        const int from = order_[size_t(i)];
+        row.candidate[i] = row.candidate[from];
+        row.value[i] = row.value[from];
+        row.bound[i] = row.bound[from];
     }
     row.num_candidates = stay;
 }
@@ -299,13 +293,15 @@ void TopkTile::tighten(Row& row) {
 // Candidates get their scores, sixteen at a time, and compete for the places.
 void TopkTile::rescore(Row& row) {
     const Shape& shape = plan_.shape_;
+    for (int i = 0; i < row.num_candidates; ++i) addresses_[size_t(i)] = at(key_, row.candidate[i]);
+    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, shape.head_dim * (shape.half ? 2 : 4));
     for (int first = 0; first < row.num_candidates; first += kPanel) {
         const int n = std::min(kPanel, row.num_candidates - first);
         const void* key[kPanel];
         float scores[kScoreStride];
         int unknown = 0;
         for (int i = 0; i < n; ++i)
-            if (row.bound[first + i] != 0.0f) key[unknown++] = key_at(row.candidate[first + i]);
+            if (row.bound[first + i] != 0.0f) key[unknown++] = addresses_[size_t(first + i)];
         if (unknown > 0)
             plan_.paged_.gather({unknown, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, scores});
         row.rescored += unknown;
@@ -319,10 +315,16 @@ void TopkTile::rescore(Row& row) {
         row.best.count += n;
     }
     row.num_candidates = 0;
-    if (row.best.limited && row.limit < row.best.limit) {
-        row.limit = row.best.limit;
-        row.dropped = row.top == -kInf ? 0.0f : row.dropped * float(std::exp(double(row.top) - double(row.limit)));
-        row.top = row.limit;
+    if (row.best.limited) raise(row, row.best.limit);
+}
+
+void TopkTile::prefetch_values() {
+    const int bytes = plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
+    for (int r = 0; r < item_->rows; ++r) {
+        settle(rows_[size_t(r)]);
+        const TopkRow& best = rows_[size_t(r)].best;
+        for (int i = 0; i < best.count; ++i) addresses_[size_t(i)] = at(value_, best.position[i]);
+        plan_.paged_.prefetch(addresses_.data(), best.count, bytes);
     }
 }
 

@@ -47,10 +47,12 @@ private:
     void scan_all();
     void tighten(Row& row);
     void rescore(Row& row);
+    void raise(Row& row, float limit);
+    void prefetch_values();
     void finish(int r);
     double dropped_bound(const Row& row, const PagedRow& kept) const;
     SpanTask span_task();
-    const void* key_at(int64_t position) const;
+    const void* at(const char* base, int64_t position) const;
 
     const TopkPlan& plan_;
     const TopkLayerArgs* args_ = nullptr;
@@ -67,7 +69,8 @@ private:
     std::vector<Row> rows_;
     std::vector<int32_t> lo_, hi_, order_, ints_;
     std::vector<int16_t> codes_;
-    std::vector<float> sorted_;
+    std::vector<float> lower_;
+    std::vector<const void*> addresses_;
 };
 
 }  // namespace octavo
