@@ -2,13 +2,15 @@
 
 // Codes and query pairs are multiplied in 32-bit integers, exactly: see kMaxQueryCode.
 template <int R>
-void scan_rows(const ScanTask& t, int row, int record, const RecordLayout& layout) {
+void scan_rows(const ScanTask& t, int row, int record, const RecordLayout& layout, const uint8_t* ahead) {
     const uint8_t* at = t.record[record];
     const ScanQuery* query = t.query + row;
     const int8_t* code = reinterpret_cast<const int8_t*>(at);
     I8 sum[R][2];
     UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = zero_i8();
     for (int d = 0; d < t.head_dim; d += 2, code += 2 * kRecordKeys) {
+        // A line at a time between the arithmetic: a burst overflows the queue of misses.
+        if (ahead != nullptr && d % 4 == 0) prefetch_l2(ahead + d * kRecordKeys);
         const Codes c0 = load_codes(code), c1 = load_codes(code + kRecordKeys);
         UNROLL for (int r = 0; r < R; ++r) {
             const I8 pair = pair_i8(query[r].code + d);
@@ -45,14 +47,15 @@ void scan_rows(const ScanTask& t, int row, int record, const RecordLayout& layou
 void scan(const ScanTask& t) {
     const RecordLayout layout = record_layout(t.head_dim);
     for (int i = 0; i < t.num_records; ++i) {
-        if (i + 2 < t.num_records)
-            for (int line = 0; line < layout.bytes; line += 64) prefetch_l2(t.record[i + 2] + line);
+        const uint8_t* ahead = i + kRecordsAhead < t.num_known ? t.record[i + kRecordsAhead] : nullptr;
+        if (ahead != nullptr)
+            for (int line = layout.mean; line < layout.bytes; line += 64) prefetch_l2(ahead + line);
         int r = 0;
-        for (; r + 4 <= t.rows; r += 4) scan_rows<4>(t, r, i, layout);
+        for (; r + 4 <= t.rows; r += 4, ahead = nullptr) scan_rows<4>(t, r, i, layout, ahead);
         switch (t.rows - r) {
-            case 3: scan_rows<3>(t, r, i, layout); break;
-            case 2: scan_rows<2>(t, r, i, layout); break;
-            case 1: scan_rows<1>(t, r, i, layout); break;
+            case 3: scan_rows<3>(t, r, i, layout, ahead); break;
+            case 2: scan_rows<2>(t, r, i, layout, ahead); break;
+            case 1: scan_rows<1>(t, r, i, layout, ahead); break;
             default: break;
         }
     }

@@ -11,6 +11,8 @@ namespace octavo {
 
 // Positions per record of the scan plane, whatever the block size.
 constexpr int kRecordKeys = 16;
+// How many records ahead memory is asked for.
+constexpr int kRecordsAhead = 4;
 static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
 
 // One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the mean of the keys in float16
@@ -47,6 +49,7 @@ struct ScanTask {
     int head_dim;
     const ScanQuery* query;
     int num_records;
+    int num_known;  // of `record`: those behind num_records come next, and are asked for ahead
     const uint8_t* const* record;
     float* value;
     float* bound;

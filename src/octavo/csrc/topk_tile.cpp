@@ -204,17 +204,18 @@ void TopkTile::scan_all() {
     const int64_t record_bytes = record_layout(shape.head_dim).bytes;
     const int64_t block_records = shape.block_size / kRecordKeys;
     const uint8_t* plane = args_->plane + item_->kv_head * block_records * record_bytes;
-    const uint8_t* record[kSpan / kRecordKeys];
+    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
     int32_t stay[kSpan];
     for (int64_t base = begin; base < end; base += kSpan) {
         const int64_t stop = std::min(base + kSpan, end);
-        int count = 0;
-        for (int64_t p = base; p < stop; p += kRecordKeys) {
+        const int count = int((stop - base) / kRecordKeys);
+        int known = 0;
+        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys) {
             const int64_t block = blocks_[p >> plan_.block_shift_];
             const int64_t inside = (p & (shape.block_size - 1)) / kRecordKeys;
-            record[count++] = plane + (block * shape.num_kv_heads * block_records + inside) * record_bytes;
+            record[known++] = plane + (block * shape.num_kv_heads * block_records + inside) * record_bytes;
         }
-        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, record, values_, bounds_});
+        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
         item_->bytes += count * record_bytes;
         for (int r = 0; r < rows; ++r) {
             Row& row = rows_[size_t(r)];
