@@ -135,9 +135,7 @@ class Layer:
     ) -> None: ...
     def set_norm(self, name: str, norm: Norm) -> None: ...
     def set_projection(self, name: str, weights: list[PackedWeight], bias: int) -> None: ...
-    def before_attention(
-        self, step: Step, rope: int, key: int, value: int, workspace: Workspace, pool: ThreadPool
-    ) -> None: ...
+    def before_attention(self, step: Step, rope: int, key: int, value: int, pool: ThreadPool) -> None: ...
     def after_attention(self, step: Step, attention: int, workspace: Workspace, pool: ThreadPool) -> None: ...
 
 def embed(
@@ -159,6 +157,8 @@ def logits(
     head: PackedWeight,
     x: int,
     x_stride: int,
+    x_rows: int,
+    take: int,
     rows: int,
     out: int,
     workspace: Workspace,

@@ -147,7 +147,7 @@ class Paged:
         )
         hidden = self.decoder(batch, self.cache, self.attention)
         assert hidden.shape == (sum(counts), self.decoder.config.hidden_size)
-        logits = self.decoder.logits(hidden[batch.logits_rows])
+        logits = self.decoder.logits(hidden, batch.logits_rows)
         assert logits.dtype == torch.float32
         return dict(zip(chunks, logits.split(counts), strict=True))
 

@@ -92,7 +92,7 @@ class OneSequence:
             cu_seqlens_q=torch.tensor([0, len(ids)], dtype=torch.int32),
             logits_rows=torch.arange(len(ids)),
         )
-        return self.decoder.logits(self.decoder(batch, self.cache, self.attention))
+        return self.decoder.logits(self.decoder(batch, self.cache, self.attention), batch.logits_rows)
 
 
 def generate(decoder, ids, attention):

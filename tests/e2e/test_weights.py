@@ -153,7 +153,7 @@ def logits(path: Path, weights: str | None) -> torch.Tensor:
             logits_rows=positions - start,
         )
         with torch.inference_mode():
-            rows.append(decoder.logits(decoder(batch, cache, attention)).clone())
+            rows.append(decoder.logits(decoder(batch, cache, attention), batch.logits_rows).clone())
     return torch.cat(rows)
 
 

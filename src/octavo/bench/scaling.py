@@ -220,7 +220,7 @@ def measure_cells(
         batch = decode_batch(cell, config.vocab_size)
 
         def step(batch: ForwardBatch = batch) -> torch.Tensor:
-            return decoder.logits(decoder.forward(batch, cache, attention)[batch.logits_rows])
+            return decoder.logits(decoder.forward(batch, cache, attention), batch.logits_rows)
 
         seconds = time_steps(step)
         needs = work(cell, config, weight_bytes=weight_bytes, num_weights=num_weights)

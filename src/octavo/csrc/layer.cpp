@@ -23,10 +23,6 @@ void for_rows(ThreadPool& pool, int64_t rows, int64_t floats, const F& body) {
     });
 }
 
-void project(const Projection& projection, const LinearArgs& args, ThreadPool& pool, const Isa& isa) {
-    linear(projection.weights, args, pool, isa);
-}
-
 void check_ids(const char* name, const int64_t* ids, int64_t count, int64_t limit) {
     for (int64_t i = 0; i < count; ++i)
         if (ids[i] < 0 || ids[i] >= limit)
@@ -62,20 +58,16 @@ void check_step(const Step& step) {
                                         std::to_string(num_slots - 1));
 }
 
-void Layer::before_attention(const Step& step, const float* rope, void* key, void* value, Workspace& workspace,
-                             ThreadPool& pool) const {
+void Layer::before_attention(const Step& step, const float* rope, void* key, void* value, ThreadPool& pool) const {
     const RowKernels& rows_of = *isa_.rows;
     const int64_t hidden = shape_.hidden, d = shape_.head_dim;
     const int64_t width = (shape_.num_heads + 2 * int64_t(shape_.num_kv_heads)) * d;
-    float* normed = workspace.floats(std::min(step.rows, kPieceRows) * hidden);
     for (int64_t first = 0; first < step.rows; first += kPieceRows) {
         const int64_t rows = std::min(kPieceRows, step.rows - first);
-        const float* x = step.x + first * hidden;
         float* qkv = step.qkv + first * width;
-        for_rows(pool, rows, hidden, [&](int64_t r) {
-            rows_of.norm(weights.input_norm, x + r * hidden, hidden, normed + r * hidden);
-        });
-        project(weights.qkv, {normed, rows, hidden, weights.qkv.bias, nullptr, qkv, width}, pool, isa_);
+        LinearArgs args{step.x + first * hidden, rows, hidden, weights.qkv.bias, nullptr, qkv, width};
+        args.norm = weights.input_norm;
+        linear(weights.qkv.weights, args, pool, isa_);
         for_rows(pool, rows, width, [&](int64_t r) {
             float* q = qkv + r * width;
             float* k = q + shape_.num_heads * d;
@@ -99,10 +91,10 @@ void Layer::add(const Projection& projection, const Norm& post_norm, const float
                 int64_t rows, float* x, float* scratch, ThreadPool& pool) const {
     const int64_t hidden = shape_.hidden;
     if (post_norm.weight == nullptr) {
-        project(projection, {in, rows, in_stride, projection.bias, x, x, hidden}, pool, isa_);
+        linear(projection.weights, {in, rows, in_stride, projection.bias, x, x, hidden}, pool, isa_);
         return;
     }
-    project(projection, {in, rows, in_stride, projection.bias, nullptr, scratch, hidden}, pool, isa_);
+    linear(projection.weights, {in, rows, in_stride, projection.bias, nullptr, scratch, hidden}, pool, isa_);
     for_rows(pool, rows, hidden, [&](int64_t r) {
         float* row = scratch + r * hidden;
         isa_.rows->norm(post_norm, row, hidden, row);
@@ -113,23 +105,20 @@ void Layer::add(const Projection& projection, const Norm& post_norm, const float
 void Layer::after_attention(const Step& step, const float* attention, Workspace& workspace,
                             ThreadPool& pool) const {
     const int64_t hidden = shape_.hidden, inner = shape_.intermediate;
-    const int64_t q_size = int64_t(shape_.num_heads) * shape_.head_dim, width = shape_.gated ? 2 * inner : inner;
+    const int64_t q_size = int64_t(shape_.num_heads) * shape_.head_dim;
     const int64_t most = std::min(step.rows, kPieceRows);
-    float* normed = workspace.floats(most * (hidden + width));
-    float* middle = normed + most * hidden;
+    float* scratch = workspace.floats(most * (hidden + inner));
+    float* middle = scratch + most * hidden;
     for (int64_t first = 0; first < step.rows; first += kPieceRows) {
         const int64_t rows = std::min(kPieceRows, step.rows - first);
         float* x = step.x + first * hidden;
-        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, rows, x, normed, pool);
-        for_rows(pool, rows, hidden, [&](int64_t r) {
-            isa_.rows->norm(weights.mlp_norm, x + r * hidden, hidden, normed + r * hidden);
-        });
-        project(weights.gate_up, {normed, rows, hidden, weights.gate_up.bias, nullptr, middle, width}, pool, isa_);
-        for_rows(pool, rows, width, [&](int64_t r) {
-            float* gate = middle + r * width;
-            isa_.rows->activate(shape_.activation, gate, shape_.gated ? gate + inner : nullptr, inner, gate);
-        });
-        add(weights.down, weights.mlp_post_norm, middle, width, rows, x, normed, pool);
+        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, rows, x, scratch, pool);
+        LinearArgs args{x, rows, hidden, weights.gate_up.bias, nullptr, middle, inner};
+        args.norm = weights.mlp_norm;
+        args.activation = &shape_.activation;
+        args.gated = shape_.gated;
+        linear(weights.gate_up.weights, args, pool, isa_);
+        add(weights.down, weights.mlp_post_norm, middle, inner, rows, x, scratch, pool);
     }
 }
 
@@ -149,9 +138,10 @@ void embed(const EmbedArgs& args, Workspace& workspace, ThreadPool& pool, const 
 
 void logits(const LogitsArgs& args, Workspace& workspace, ThreadPool& pool, const Isa& isa) {
     const int64_t hidden = args.head->inputs();
+    check_ids("rows", args.take, args.rows, args.x_rows);
     float* normed = workspace.floats(args.rows * hidden);
     for_rows(pool, args.rows, hidden, [&](int64_t r) {
-        isa.rows->norm(args.norm, args.x + r * args.x_stride, hidden, normed + r * hidden);
+        isa.rows->norm(args.norm, args.x + args.take[r] * args.x_stride, hidden, normed + r * hidden);
     });
     linear({args.head}, {normed, args.rows, hidden, nullptr, nullptr, args.out, args.head->outputs()}, pool, isa);
 }

@@ -76,8 +76,7 @@ public:
 
     // x -> norm -> q, k, v -> norms of the heads -> rotation by the rows of rope [positions, 2, head_dim]
     // (nullptr: none) -> K and V to the cache; q stays in step.qkv.
-    void before_attention(const Step& step, const float* rope, void* key, void* value, Workspace& workspace,
-                          ThreadPool& pool) const;
+    void before_attention(const Step& step, const float* rope, void* key, void* value, ThreadPool& pool) const;
 
     // x += o(attention [rows, num_heads * head_dim]), x += mlp(norm(x)); each half normed before it is added
     // where there are post norms.
@@ -106,12 +105,15 @@ struct EmbedArgs {
 };
 void embed(const EmbedArgs& args, Workspace& workspace, ThreadPool& pool, const Isa& isa);
 
-// out [rows, vocab] = head(norm(x [rows, hidden], rows x_stride apart)).
+// Row i of out [rows, vocab] = head(norm(row take[i] of x)); x is [x_rows, hidden], rows x_stride apart.
+// Throws std::invalid_argument for a row that there is not, before anything is written.
 struct LogitsArgs {
     Norm norm;
     const PackedWeight* head;
     const float* x;
     int64_t x_stride;
+    int64_t x_rows;
+    const int64_t* take;
     int64_t rows;
     float* out;
 };

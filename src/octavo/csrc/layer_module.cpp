@@ -91,11 +91,11 @@ void bind_layer(nb::module_& m) {
         .def(
             "before_attention",
             [](const Layer& layer, const Step& step, uintptr_t rope, uintptr_t key, uintptr_t value,
-               Workspace& workspace, ThreadPool& pool) {
+               ThreadPool& pool) {
                 nb::gil_scoped_release release;
-                layer.before_attention(step, at<const float>(rope), at<void>(key), at<void>(value), workspace, pool);
+                layer.before_attention(step, at<const float>(rope), at<void>(key), at<void>(value), pool);
             },
-            "step"_a, "rope"_a, "key"_a, "value"_a, "workspace"_a, "pool"_a)
+            "step"_a, "rope"_a, "key"_a, "value"_a, "pool"_a)
         .def(
             "after_attention",
             [](const Layer& layer, const Step& step, uintptr_t attention, Workspace& workspace, ThreadPool& pool) {
@@ -119,15 +119,17 @@ void bind_layer(nb::module_& m) {
 
     m.def(
         "logits",
-        [](const Norm& norm, const PackedWeight& head, uintptr_t x, int64_t x_stride, int64_t rows, uintptr_t out,
-           Workspace& workspace, ThreadPool& pool, const std::string& isa) {
-            const LogitsArgs args{norm, &head, at<const float>(x), x_stride, rows, at<float>(out)};
+        [](const Norm& norm, const PackedWeight& head, uintptr_t x, int64_t x_stride, int64_t x_rows,
+           uintptr_t take, int64_t rows, uintptr_t out, Workspace& workspace, ThreadPool& pool,
+           const std::string& isa) {
+            const LogitsArgs args{norm, &head, at<const float>(x), x_stride, x_rows, at<const int64_t>(take), rows,
+                                  at<float>(out)};
             const Isa& kernels = choose_isa(isa);
             nb::gil_scoped_release release;
             logits(args, workspace, pool, kernels);
         },
-        nb::kw_only(), "norm"_a, "head"_a, "x"_a, "x_stride"_a, "rows"_a, "out"_a, "workspace"_a, "pool"_a,
-        "isa"_a);
+        nb::kw_only(), "norm"_a, "head"_a, "x"_a, "x_stride"_a, "x_rows"_a, "take"_a, "rows"_a, "out"_a,
+        "workspace"_a, "pool"_a, "isa"_a);
 
     // For the tests of the row kernels.
     m.def(

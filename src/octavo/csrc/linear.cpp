@@ -8,10 +8,12 @@ namespace octavo {
 namespace {
 
 // Rows that are computed straight from the packed weights, tile by tile; with more of them, a piece of a panel is
-// expanded to float32 first.
-constexpr int64_t kMostDirectRows = 12;
-// A piece of one panel, as float32: half of a first-level cache.
-constexpr int64_t kPieceBytes = 18 << 10;
+// expanded to float32 first. A quantised weight is worth expanding once for three tiles, a plain one just as soon
+// as packed rows are.
+constexpr int64_t kMostDirectRows = 12, kMostDirectQuantizedRows = 8;
+// A piece of one panel, as float32. Tiles read it as fast from a second-level cache as from the first, and every
+// piece costs a load and a store of all sums.
+constexpr int64_t kPieceBytes = 72 << 10;
 // Rows of x whose packed form is walked again and again, for every panel: half of a second-level cache.
 constexpr int64_t kRowBlockBytes = 512 << 10;
 
@@ -24,32 +26,42 @@ int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / t
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A run of panels of one part.
+// A run of panels of one part; of gate and up, the same panels.
 struct Group {
     const PackedWeight* weight;
-    int64_t panel;   // the first
-    int64_t panels;  // how many
-    int64_t output;  // where the first panel's outputs begin in out
+    const PackedWeight* up;  // or nullptr
+    int64_t panel;           // the first
+    int64_t panels;          // how many
+    int64_t output;          // where the first panel's outputs begin in out
 };
 
 // Groups of about equal bytes: enough of them that no thread waits long for the last, and each long enough to be
 // read in one stretch.
-std::vector<Group> make_groups(const std::vector<const PackedWeight*>& weights, int num_threads) {
+std::vector<Group> make_groups(const std::vector<const PackedWeight*>& weights, bool gated, int num_threads) {
     int64_t bytes = 0;
     for (const PackedWeight* weight : weights) bytes += weight->bytes();
     const int64_t target = std::min<int64_t>(bytes / (num_threads * 6), 512 << 10);
     std::vector<Group> groups;
     int64_t output = 0;
-    for (const PackedWeight* weight : weights) {
-        const int64_t fours = std::max<int64_t>(1, target / (weight->panel_bytes() * kMostPanels));
+    for (size_t i = 0; i < weights.size(); i += gated ? 2 : 1) {
+        const PackedWeight *weight = weights[i], *up = gated ? weights[i + 1] : nullptr;
+        const int64_t panel_bytes = weight->panel_bytes() + (gated ? up->panel_bytes() : 0);
+        const int64_t fours = std::max<int64_t>(1, target / (panel_bytes * kMostPanels));
         for (int64_t panel = 0; panel < weight->panels(); panel += fours * kMostPanels) {
             const int64_t count = std::min(fours * kMostPanels, weight->panels() - panel);
-            groups.push_back({weight, panel, count, output + panel * kLinearPanel});
+            groups.push_back({weight, up, panel, count, output + panel * kLinearPanel});
         }
         output += weight->outputs();
     }
     return groups;
 }
+
+// What one call of linear() shares.
+struct Call {
+    const LinearKernels& kernels;
+    const Isa& isa;
+    const LinearArgs& args;
+};
 
 int widest(const LinearKernels::Tile* tiles, int64_t panels) {
     int i = 2;
@@ -57,51 +69,85 @@ int widest(const LinearKernels::Tile* tiles, int64_t panels) {
     return i;
 }
 
-// Adds bias and residual to the sums of rows [row, row + rows) of `panels` panels.
-void finish(const LinearKernels& kernels, const LinearArgs& args, const Group& group, int64_t panel, int panels,
-            int64_t row, int rows, const float* sums, int64_t sums_panel) {
-    for (int p = 0; p < panels; ++p) {
-        const int64_t begin = (panel + p) * kLinearPanel, left = group.weight->outputs() - begin;
-        const int64_t output = group.output + begin - group.panel * kLinearPanel;
-        kernels.finish({sums + p * sums_panel, rows, int(std::min<int64_t>(left, kLinearPanel)),
-                        args.bias == nullptr ? nullptr : args.bias + output,
-                        args.residual == nullptr ? nullptr : args.residual + row * args.out_stride + output,
-                        args.out + row * args.out_stride + output, args.out_stride});
+void add_bias(const float* bias, int rows, int outputs, float* sums) {
+    if (bias == nullptr) return;
+    for (int r = 0; r < rows; ++r)
+        for (int n = 0; n < outputs; ++n) sums[r * kLinearPanel + n] += bias[n];
+}
+
+// From the sums of rows [row, row + rows) of one panel to the result. `up` has those of up, where there is one.
+void finish(const Call& call, const Group& group, int64_t panel, int64_t row, int rows, float* sums, float* up) {
+    const LinearArgs& args = call.args;
+    const int64_t begin = panel * kLinearPanel, output = group.output + begin - group.panel * kLinearPanel;
+    const int outputs = int(std::min<int64_t>(group.weight->outputs() - begin, kLinearPanel));
+    const float* bias = args.bias == nullptr ? nullptr : args.bias + output;
+    if (args.activation != nullptr) {
+        add_bias(bias, rows, outputs, sums);
+        if (up != nullptr) add_bias(bias == nullptr ? nullptr : bias + group.weight->outputs(), rows, outputs, up);
+        for (int64_t at = 0; at < int64_t(rows) * kLinearPanel; at += kLinearPanel)
+            call.isa.rows->activate(*args.activation, sums + at, up == nullptr ? nullptr : up + at, outputs, sums + at);
+        bias = nullptr;
     }
+    call.kernels.finish({sums, rows, outputs, bias,
+                         args.residual == nullptr ? nullptr : args.residual + row * args.out_stride + output,
+                         args.out + row * args.out_stride + output, args.out_stride});
 }
 
 // Tile t of `tiles`, with a kernel for `type`, asks for its share of `bytes` at `next`, of every panel.
 void ask_for(TileTask* task, WeightType type, const uint8_t* next, int64_t bytes, int64_t t, int64_t tiles) {
-    const int64_t times = divide_up(task->k, kAskEvery[int(type)]);
-    task->prefetch_lines = int(divide_up(divide_up(bytes, 64), tiles * times));
-    task->prefetch = next + t * task->prefetch_lines * times * 64;
+    const int64_t share = divide_up(divide_up(bytes, 64), tiles);
+    task->prefetch_lines = int(divide_up(share, divide_up(task->k, kAskEvery[int(type)])));
+    task->prefetch = next + t * share * 64;
+    task->prefetch_end = std::min(task->prefetch + share * 64, next + bytes);
 }
 
-void direct_group(const LinearKernels& kernels, const LinearArgs& args, const Group& group) {
-    const PackedWeight& weight = *group.weight;
-    const int64_t tiles = divide_up(args.rows, kLinearRows), k = weight.inputs();
-    const int most_rows = int(divide_up(args.rows, tiles));
-    const LinearKernels::Tile(*table)[3] = kernels.direct[int(weight.type())];
-    float sums[kMostPanels * kLinearRows * kLinearPanel];
+// The sums of one tile of x with some panels, straight from the stored weights.
+void direct_sums(const Call& call, const PackedWeight& weight, int64_t panel, int wide, int64_t t, int64_t tiles,
+                 float* sums) {
+    const LinearArgs& args = call.args;
+    const int64_t row = tile_start(args.rows, tiles, t);
+    const int rows = int(tile_start(args.rows, tiles, t + 1) - row);
+    const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+    TileTask task;
+    task.weights = base;
+    task.panel_bytes = task.prefetch_panel = weight.panel_bytes();
+    task.k = weight.inputs();
+    task.x = args.x + row * args.x_stride;
+    task.x_stride = args.x_stride;
+    task.sums = sums;
+    task.sums_panel = rows * kLinearPanel;
+    if (tiles > 1) {
+        // The tiles share in asking for the next panels, while these are in the cache.
+        ask_for(&task, weight.type(), base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
+    } else if (kUnits[int(weight.type())].k > 2) {
+        // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
+        ask_for(&task, weight.type(), base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
+    }
+    call.kernels.direct[int(weight.type())][rows - 1][wide](task);
+}
+
+void direct_group(const Call& call, const Group& group) {
+    const int64_t tiles = divide_up(call.args.rows, kLinearRows);
+    const int64_t most_rows = divide_up(call.args.rows, tiles);
+    const auto widest_of = [&](const PackedWeight& weight, int64_t panels) {
+        return widest(call.kernels.direct[int(weight.type())][most_rows - 1], panels);
+    };
+    float sums[kMostPanels * kLinearRows * kLinearPanel], up[kMostPanels * kLinearRows * kLinearPanel];
     for (int64_t panel = group.panel; panel < group.panel + group.panels;) {
-        const int wide = widest(table[most_rows - 1], group.panel + group.panels - panel), panels = 1 << wide;
-        const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+        const int64_t left = group.panel + group.panels - panel;
+        int wide = widest_of(*group.weight, left);
+        if (group.up != nullptr) wide = std::min(wide, widest_of(*group.up, left));
         for (int64_t t = 0; t < tiles; ++t) {
-            const int64_t row = tile_start(args.rows, tiles, t);
-            const int rows = int(tile_start(args.rows, tiles, t + 1) - row);
-            TileTask task{base, weight.panel_bytes(), k, args.x + row * args.x_stride, args.x_stride, sums,
-                          rows * kLinearPanel, true, nullptr, weight.panel_bytes(), 0};
-            if (tiles > 1) {
-                // The tiles share in asking for the next panels, while these are in the cache.
-                ask_for(&task, weight.type(), base + panels * weight.panel_bytes(), weight.panel_bytes(), t, tiles);
-            } else if (kUnits[int(weight.type())].k > 2) {
-                // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
-                ask_for(&task, weight.type(), base + weight.panel_bytes() * kAhead / k, weight.panel_bytes(), 0, 1);
+            const int64_t row = tile_start(call.args.rows, tiles, t);
+            const int rows = int(tile_start(call.args.rows, tiles, t + 1) - row);
+            direct_sums(call, *group.weight, panel, wide, t, tiles, sums);
+            if (group.up != nullptr) direct_sums(call, *group.up, panel, wide, t, tiles, up);
+            for (int p = 0; p < 1 << wide; ++p) {
+                const int at = p * rows * kLinearPanel;
+                finish(call, group, panel + p, row, rows, sums + at, group.up == nullptr ? nullptr : up + at);
             }
-            table[rows - 1][wide](task);
-            finish(kernels, args, group, panel, panels, row, rows, sums, task.sums_panel);
         }
-        panel += panels;
+        panel += 1 << wide;
     }
 }
 
@@ -112,56 +158,68 @@ float* scratch(int64_t count) {
     return floats.data();
 }
 
-// Rows [row, row + rows) whose packed x, tile by tile, is at `x`.
-void packed_group(const LinearKernels& kernels, const LinearArgs& args, const Group& group, int64_t row, int64_t rows,
-                  const float* x) {
-    const PackedWeight& weight = *group.weight;
+// k's that are expanded together: whole units, in pieces of nearly equal length.
+struct Pieces {
+    int64_t step, steps, count;
+
+    explicit Pieces(const PackedWeight& weight) {
+        step = std::max(kUnits[int(weight.type())].k, 32);
+        steps = divide_up(weight.inputs(), step);
+        count = divide_up(steps, kPieceBytes / (kLinearPanel * 4 * step));
+    }
+    int64_t start(int64_t i) const { return steps * i / count * step; }
+    int64_t longest() const { return divide_up(steps, count) * step; }
+};
+
+// The sums [rows, 16] of one panel with rows whose packed x, tile by tile, is at `x`. `piece` has room for one.
+void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64_t panel, int64_t rows, const float* x,
+                 float* piece, float* sums) {
     const UnitLayout unit = kUnits[int(weight.type())];
     const int64_t tiles = divide_up(rows, kLinearRows);
-    const int most_rows = int(divide_up(rows, tiles));
     const bool expand = weight.type() != WeightType::kF32;
-    for (int64_t panel = group.panel; panel < group.panel + group.panels;) {
-        const int wide = widest(kernels.packed[most_rows - 1], group.panel + group.panels - panel), panels = 1 << wide;
-        // Whole units, and pieces of nearly equal length.
-        const int64_t step = std::max(unit.k, 32);
-        const int64_t steps = divide_up(weight.inputs(), step);
-        const int64_t most_steps = std::max<int64_t>(1, kPieceBytes / (kLinearPanel * 4 * step));
-        const int64_t pieces = divide_up(steps, most_steps);
-        float* sums = scratch(panels * kLinearPanel * (rows + divide_up(steps, pieces) * step));
-        float* piece = sums + panels * kLinearPanel * rows;
-        const uint8_t* base = weight.data() + panel * weight.panel_bytes();
-        for (int64_t i = 0; i < pieces; ++i) {
-            const int64_t begin = steps * i / pieces * step;
-            const int64_t end = std::min(steps * (i + 1) / pieces * step, weight.inputs()), k = end - begin;
-            const uint8_t* stored = base + begin / unit.k * unit.bytes;
-            const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
-            if (expand)
-                for (int p = 0; p < panels; ++p)
-                    kernels.expand[int(weight.type())](stored + p * weight.panel_bytes(), k,
-                                                       piece + p * k * kLinearPanel);
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
-                TileTask task{expand ? reinterpret_cast<const uint8_t*>(piece) : stored,
-                                    expand ? k * kLinearPanel * 4 : weight.panel_bytes(),
-                                    k,
-                                    x + first * weight.inputs() + begin * count,
-                                    0,
-                                    sums + first * kLinearPanel,
-                                    rows * kLinearPanel,
-                                    i == 0,
-                                    nullptr,
-                                    weight.panel_bytes(),
-                                    0};
-                ask_for(&task, WeightType::kF32, stored + stored_bytes, stored_bytes, t, tiles);
-                kernels.packed[count - 1][wide](task);
-            }
+    const Pieces pieces(weight);
+    for (int64_t i = 0; i < pieces.count; ++i) {
+        const int64_t begin = pieces.start(i), k = std::min(pieces.start(i + 1), weight.inputs()) - begin;
+        const uint8_t* stored = weight.data() + panel * weight.panel_bytes() + begin / unit.k * unit.bytes;
+        const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
+        if (expand) kernels.expand[int(weight.type())](stored, k, piece);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
+            TileTask task;
+            task.weights = expand ? reinterpret_cast<const uint8_t*>(piece) : stored;
+            task.k = k;
+            task.x = x + first * weight.inputs() + begin * count;
+            task.sums = sums + first * kLinearPanel;
+            task.first = i == 0;
+            ask_for(&task, WeightType::kF32, stored + stored_bytes, stored_bytes, t, tiles);
+            kernels.packed[count - 1](task);
         }
-        for (int64_t first = 0; first < rows; first += kLinearRows)
-            finish(kernels, args, group, panel, panels, row + first,
-                   int(std::min<int64_t>(kLinearRows, rows - first)), sums + first * kLinearPanel,
-                   rows * kLinearPanel);
-        panel += panels;
     }
+}
+
+// Rows [row, row + rows), of which packed_sums speaks.
+void packed_group(const Call& call, const Group& group, int64_t row, int64_t rows, const float* x) {
+    int64_t longest = Pieces(*group.weight).longest();
+    if (group.up != nullptr) longest = std::max(longest, Pieces(*group.up).longest());
+    float* piece = scratch(kLinearPanel * (2 * rows + longest));
+    float* sums = piece + kLinearPanel * longest;
+    float* up = group.up == nullptr ? nullptr : sums + kLinearPanel * rows;
+    for (int64_t panel = group.panel; panel < group.panel + group.panels; ++panel) {
+        packed_sums(call.kernels, *group.weight, panel, rows, x, piece, sums);
+        if (up != nullptr) packed_sums(call.kernels, *group.up, panel, rows, x, piece, up);
+        finish(call, group, panel, row, int(rows), sums, up);
+    }
+}
+
+void check_weights(const std::vector<const PackedWeight*>& weights, const LinearArgs& args) {
+    for (const PackedWeight* weight : weights)
+        if (weight->inputs() != weights[0]->inputs())
+            throw std::invalid_argument("weights of one product must have the same inputs, got " +
+                                        std::to_string(weights[0]->inputs()) + " and " +
+                                        std::to_string(weight->inputs()));
+    if (!args.gated) return;
+    if (args.activation == nullptr || weights.size() != 2 || weights[0]->outputs() != weights[1]->outputs())
+        throw std::invalid_argument("a gated product needs an activation and two weights of the same outputs");
 }
 
 }  // namespace
@@ -172,29 +230,34 @@ const LinearKernels& linear_kernels(const Isa& isa) {
     return portable_linear();
 }
 
-void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool, const Isa& isa) {
-    if (args.rows < 1 || weights.empty()) return;
-    for (const PackedWeight* weight : weights)
-        if (weight->inputs() != weights[0]->inputs())
-            throw std::invalid_argument("weights of one product must have the same inputs, got " +
-                                        std::to_string(weights[0]->inputs()) + " and " +
-                                        std::to_string(weight->inputs()));
-    const LinearKernels& kernels = linear_kernels(isa);
-    const std::vector<Group> groups = make_groups(weights, pool.num_threads());
-    const int64_t count = int64_t(groups.size());
-    if (args.rows <= kMostDirectRows) {
-        pool.run(count, [&](int, int64_t i) { direct_group(kernels, args, groups[size_t(i)]); });
+void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& given, ThreadPool& pool,
+            const Isa& isa) {
+    if (given.rows < 1 || weights.empty()) return;
+    check_weights(weights, given);
+    LinearArgs args = given;
+    const Call call{linear_kernels(isa), isa, args};
+    const std::vector<Group> groups = make_groups(weights, args.gated, pool.num_threads());
+    const int64_t count = int64_t(groups.size()), inputs = weights[0]->inputs();
+    const bool quantized = std::any_of(weights.begin(), weights.end(),
+                                       [](const PackedWeight* weight) { return kUnits[int(weight->type())].k > 2; });
+    thread_local std::vector<float> prepared;  // x, normed or packed
+    if (int64_t(prepared.size()) < args.rows * inputs) prepared.resize(size_t(args.rows * inputs));
+    float* x = prepared.data();
+    if (args.rows <= (quantized ? kMostDirectQuantizedRows : kMostDirectRows)) {
+        if (args.norm.weight != nullptr) {
+            for (int64_t r = 0; r < args.rows; ++r)
+                isa.rows->norm(args.norm, args.x + r * args.x_stride, inputs, x + r * inputs);
+            args.x = x;
+            args.x_stride = inputs;
+        }
+        pool.run(count, [&](int, int64_t i) { direct_group(call, groups[size_t(i)]); });
         return;
     }
-    const int64_t inputs = weights[0]->inputs();
     const int64_t most_rows = std::max<int64_t>(8 * kLinearRows, kRowBlockBytes / (inputs * 4));
     const int64_t blocks = divide_up(args.rows, most_rows);
     const auto block_start = [&](int64_t block) {
         return std::min(args.rows, divide_up(args.rows, blocks * kLinearRows) * kLinearRows * block);
     };
-    thread_local std::vector<float> packed;
-    if (int64_t(packed.size()) < args.rows * inputs) packed.resize(size_t(args.rows * inputs));
-    float* x = packed.data();
     const int64_t most_tiles = divide_up(block_start(1), kLinearRows);
     pool.run(blocks * most_tiles, [&](int, int64_t item) {
         const int64_t block = item / most_tiles, t = item % most_tiles;
@@ -202,11 +265,19 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& a
         const int64_t tiles = divide_up(rows, kLinearRows);
         if (t >= tiles) return;
         const int64_t first = begin + tile_start(rows, tiles, t), end = begin + tile_start(rows, tiles, t + 1);
-        kernels.pack_x(args.x + first * args.x_stride, args.x_stride, int(end - first), inputs, x + first * inputs);
+        const float* from = args.x + first * args.x_stride;
+        if (args.norm.weight == nullptr) {
+            call.kernels.pack_x(from, args.x_stride, int(end - first), inputs, x + first * inputs);
+            return;
+        }
+        float* normed = scratch(kLinearRows * inputs);
+        for (int64_t r = 0; r < end - first; ++r)
+            isa.rows->norm(args.norm, from + r * args.x_stride, inputs, normed + r * inputs);
+        call.kernels.pack_x(normed, inputs, int(end - first), inputs, x + first * inputs);
     });
     pool.run(blocks * count, [&](int, int64_t item) {
         const int64_t begin = block_start(item / count), rows = block_start(item / count + 1) - begin;
-        if (rows > 0) packed_group(kernels, args, groups[size_t(item % count)], begin, rows, x + begin * inputs);
+        if (rows > 0) packed_group(call, groups[size_t(item % count)], begin, rows, x + begin * inputs);
     });
 }
 

@@ -3,7 +3,7 @@
 // The law: out[r][n] is one chain of fused multiply-adds over k = 0 .. inputs-1 that starts from 0 and adds
 // x[r][k] * w[n][k]; then the bias is added, then the residual. w[n][k] is the weight's value rounded
 // to float32 once (a zero is +0), so every storage type gives the numbers of its expanded float32 weight,
-// to the bit. Row count, row place, threads, blocking and instruction set only decide who computes what.
+// to the bit. Norm and activation are those of rows.h. Row count, row place, threads, blocking and instruction set only decide who computes what.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "linear_kernels.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace octavo {
 
@@ -60,16 +61,21 @@ private:
 
 const LinearKernels& linear_kernels(const Isa& isa);
 
-// Several matrices that read the same input, one after the other in the output: q, k and v; gate and up.
+// Several matrices that read the same input, one after the other in the output: q, k and v. Or, where it is gated,
+// two of one shape, gate and up, and one result: activation(gate(x)) * up(x).
 struct LinearArgs {
     const float* x;  // [rows, inputs], rows x_stride elements apart
     int64_t rows;
     int64_t x_stride;
     const float* bias;      // [sum of outputs] or nullptr
-    const float* residual;  // [rows, sum of outputs], rows out_stride apart; may be out itself; or nullptr
-    float* out;             // [rows, sum of outputs], rows out_stride apart
+    const float* residual;  // [rows, outputs of the result], rows out_stride apart; may be out itself; or nullptr
+    float* out;             // [rows, outputs of the result], rows out_stride apart
     int64_t out_stride;
+    Norm norm = {};                          // of x, before the product, where it has a weight
+    const Activation* activation = nullptr;  // of the product with its bias, before the residual
+    bool gated = false;                      // only with an activation
 };
+// Throws std::invalid_argument for weights that do not fit together.
 void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool,
             const Isa& isa);
 

@@ -40,19 +40,19 @@ constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 32, 32, 32, 32, 32, 32};
 
 // Some rows of x times some panels, over a range of k.
 struct TileTask {
-    const uint8_t* weights;  // the first panel, at the range's first unit
-    int64_t panel_bytes;     // from one panel to the next
-    int64_t k;               // length of the range
-    const float* x;          // rows x_stride elements apart; or packed, see LinearKernels::packed
-    int64_t x_stride;
-    float* sums;         // row r of panel p at p * sums_panel + r * 16
-    int64_t sums_panel;
-    bool first;  // the sums start from 0 here
-    // Memory of the first panel that will be read later (prefetch_panel from one panel to the next), and how
-    // many lines of 64 bytes to ask for every kAskEvery[type] k.
-    const uint8_t* prefetch;
-    int64_t prefetch_panel;
-    int prefetch_lines;
+    const uint8_t* weights;   // the first panel, at the range's first unit
+    int64_t panel_bytes = 0;  // from one panel to the next
+    int64_t k;                // length of the range
+    const float* x;           // rows x_stride elements apart; or packed, see LinearKernels::packed
+    int64_t x_stride = 0;
+    float* sums;             // row r of panel p at p * sums_panel + r * 16
+    int64_t sums_panel = 0;
+    bool first = true;  // the sums start from 0 here
+    // Memory of the first panel that will be read later, [prefetch, prefetch_end), with prefetch_panel from one
+    // panel to the next, and how many lines of 64 bytes to ask for every kAskEvery[type] k until it is all asked for.
+    const uint8_t *prefetch = nullptr, *prefetch_end = nullptr;
+    int64_t prefetch_panel = 0;
+    int prefetch_lines = 0;
 };
 
 // What is left to do for a tile's sums.
@@ -70,8 +70,8 @@ struct LinearKernels {
     using Tile = void (*)(const TileTask&);
     // direct[type][rows - 1][i] takes 1 << i panels at once; nullptr where registers would not do.
     Tile direct[kNumWeightTypes][kLinearRows][3];
-    // packed[rows - 1][i]: float32 weights, and x as [k][rows].
-    Tile packed[kLinearRows][3];
+    // packed[rows - 1] takes one panel of float32 weights, and x as [k][rows].
+    Tile packed[kLinearRows];
     // One panel, from a unit's first k on, as float32 [k][16].
     void (*expand[kNumWeightTypes])(const uint8_t* weights, int64_t k, float* out);
     // x [rows, k], rows stride elements apart, to [k][rows].

@@ -12,6 +12,9 @@
 #define OCTAVO_INLINE
 #endif
 
+// Arrays of vectors are registers only if their loops are gone before registers are given out.
+#define UNROLL _Pragma("GCC unroll 8")
+
 constexpr int kPanelVectors = kLinearPanel / kLanes;
 
 template <int N>
@@ -44,7 +47,7 @@ struct F32 {
     template <int V, class F>
     OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const F& f) {
         Vec w[V];
-        for (int v = 0; v < V; ++v) w[v] = load(reinterpret_cast<const float*>(part(base, panel_bytes, v, 4)));
+        UNROLL for (int v = 0; v < V; ++v) w[v] = load(reinterpret_cast<const float*>(part(base, panel_bytes, v, 4)));
         f(0, w);
     }
 };
@@ -54,7 +57,7 @@ struct F16 {
     template <int V, class F>
     OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const F& f) {
         Vec w[V];
-        for (int v = 0; v < V; ++v) w[v] = load_half(halves(part(base, panel_bytes, v, 2)));
+        UNROLL for (int v = 0; v < V; ++v) w[v] = load_half(halves(part(base, panel_bytes, v, 2)));
         f(0, w);
     }
 };
@@ -64,9 +67,9 @@ struct BF16 {
     template <int V, class F>
     OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const F& f) {
         Vec w[V];
-        for (int v = 0; v < V; ++v) w[v] = as_float(left<16>(load_bits(part(base, panel_bytes, v, 4))));
+        UNROLL for (int v = 0; v < V; ++v) w[v] = as_float(left<16>(load_bits(part(base, panel_bytes, v, 4))));
         f(0, w);
-        for (int v = 0; v < V; ++v) w[v] = as_float(mask(load_bits(part(base, panel_bytes, v, 4)), 0xffff0000u));
+        UNROLL for (int v = 0; v < V; ++v) w[v] = as_float(mask(load_bits(part(base, panel_bytes, v, 4)), 0xffff0000u));
         f(1, w);
     }
 };
@@ -93,7 +96,7 @@ template <int Bits, int V, class Scales, class F>
 OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, const Scales& scales, const F& f) {
     constexpr int kFields = 32 / Bits;
     Vec scale[V], offset[V], w[V];
-    for (int v = 0; v < V; ++v) scales.template get<0>(v, &scale[v], &offset[v]);
+    UNROLL for (int v = 0; v < V; ++v) scales.template get<0>(v, &scale[v], &offset[v]);
     unroll<0, kFields>([&](auto field) OCTAVO_INLINE {
         constexpr int j = decltype(field)::value;
         // A field that reaches the sign bit is shifted instead.
@@ -102,9 +105,9 @@ OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, 
         constexpr float kFactor = kTop ? 1.0f : inverse_power_of_two(Bits * j);
         Vec scaled[V];
         const auto words_from_to = [&](int begin, int end) OCTAVO_INLINE {
-            for (int v = 0; v < V; ++v) scaled[v] = mul(scale[v], set(kFactor));
+            UNROLL for (int v = 0; v < V; ++v) scaled[v] = mul(scale[v], set(kFactor));
             for (int i = begin; i < end; ++i) {
-                for (int v = 0; v < V; ++v) {
+                UNROLL for (int v = 0; v < V; ++v) {
                     const Int bits = load_bits(part(words + i * 64, panel_bytes, v, 4));
                     Int value;
                     if constexpr (kTop) {
@@ -120,7 +123,7 @@ OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, 
         constexpr int kBorder = 16 - Bits * j;  // the word at which the second half begins
         if constexpr (Scales::kHalves == 2 && kBorder >= 0 && kBorder < Bits) {
             if constexpr (kBorder > 0) words_from_to(0, kBorder);
-            for (int v = 0; v < V; ++v) scales.template get<1>(v, &scale[v], &offset[v]);
+            UNROLL for (int v = 0; v < V; ++v) scales.template get<1>(v, &scale[v], &offset[v]);
             words_from_to(kBorder, Bits);
         } else {
             words_from_to(0, Bits);
@@ -128,7 +131,7 @@ OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, 
     });
     unroll<0, 32 - Bits * kFields>([&](auto which) OCTAVO_INLINE {
         constexpr int i = decltype(which)::value;
-        for (int v = 0; v < V; ++v)
+        UNROLL for (int v = 0; v < V; ++v)
             w[v] = fma(scale[v], to_float(leftover<Bits, i>(part(words, panel_bytes, v, 4))), offset[v]);
         f(30 + i, w);
     });
@@ -257,26 +260,28 @@ OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t
 template <class Type, int R, int P, bool Packed>
 void tile(const TileTask& task) {
     constexpr int V = P * kPanelVectors;
+    // Where they start from 0 they are loaded all the same: a branch here would spill every one of them.
+    static constexpr float kZeros[kLinearPanel] = {};
+    const float* from = task.first ? kZeros : task.sums;
+    const int64_t from_panel = task.first ? 0 : task.sums_panel, from_row = task.first ? 0 : kLinearPanel;
     Vec sum[R][V];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) {
-            const float* at = task.sums + v / kPanelVectors * task.sums_panel + r * kLinearPanel +
-                              v % kPanelVectors * kLanes;
-            sum[r][v] = task.first ? zero() : load(at);
-        }
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int v = 0; v < V; ++v)
+            sum[r][v] = load(from + v / kPanelVectors * from_panel + r * from_row + v % kPanelVectors * kLanes);
     // Locals: the stores of the loop below could alias the task's members otherwise.
     const float *x = task.x, *upper = task.x + 3 * task.x_stride;
     const int64_t stride = task.x_stride;
-    const uint8_t* next = task.prefetch;
+    const uint8_t *next = task.prefetch, *const end = task.prefetch_end;
     const int lines = task.prefetch_lines;
     const int64_t panel_bytes = task.panel_bytes, next_panel = task.prefetch_panel;
     const auto ask = [&]() OCTAVO_INLINE {
+        if (next >= end) return;
         for (int i = 0; i < lines; ++i)
             for (int p = 0; p < P; ++p) prefetch(next + i * 64 + p * next_panel);
         next += lines * 64;
     };
     const auto multiply_add = [&](int64_t k, const Vec(&w)[V]) OCTAVO_INLINE {
-        for (int r = 0; r < R; ++r) {
+        UNROLL for (int r = 0; r < R; ++r) {
             Vec value;
             if constexpr (Packed) {
                 value = set(x[k * R + r]);
@@ -285,7 +290,7 @@ void tile(const TileTask& task) {
             } else {
                 value = set(upper[k + (r - 3) * stride]);
             }
-            for (int v = 0; v < V; ++v) sum[r][v] = fma(value, w[v], sum[r][v]);
+            UNROLL for (int v = 0; v < V; ++v) sum[r][v] = fma(value, w[v], sum[r][v]);
         }
     };
     if constexpr (Type::kUnit > 2 && R * V > kMostVectorsBesideScales) {
@@ -295,19 +300,19 @@ void tile(const TileTask& task) {
         for (int64_t start = 0; start < task.k; start += 32) {
             ask();
             each_of_block<Type, V>(base, start, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
-                for (int v = 0; v < V; ++v) store(piece + (i * V + v) * kLanes, w[v]);
+                UNROLL for (int v = 0; v < V; ++v) store(piece + (i * V + v) * kLanes, w[v]);
             });
             for (int i = 0; i < 32; ++i) {
                 Vec w[V];
-                for (int v = 0; v < V; ++v) w[v] = load(piece + (i * V + v) * kLanes);
+                UNROLL for (int v = 0; v < V; ++v) w[v] = load(piece + (i * V + v) * kLanes);
                 multiply_add(start + i, w);
             }
         }
     } else {
         walk<Type, V>(task.weights, panel_bytes, task.k, ask, multiply_add);
     }
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v)
+    UNROLL for (int r = 0; r < R; ++r)
+        UNROLL for (int v = 0; v < V; ++v)
             store(task.sums + v / kPanelVectors * task.sums_panel + r * kLinearPanel + v % kPanelVectors * kLanes,
                   sum[r][v]);
 }
@@ -317,7 +322,7 @@ void expand(const uint8_t* weights, int64_t length, float* out) {
     walk<Type, kPanelVectors>(
         weights, 0, length, []() OCTAVO_INLINE {},
         [&](int64_t k, const Vec(&w)[kPanelVectors]) OCTAVO_INLINE {
-            for (int v = 0; v < kPanelVectors; ++v)
+            UNROLL for (int v = 0; v < kPanelVectors; ++v)
                 store(out + k * kLinearPanel + v * kLanes, w[v]);
         });
 }
@@ -348,7 +353,7 @@ void finish(const FinishTask& task) {
 template <int R>
 void pack_rows_of_x(const float* x, int64_t stride, int64_t k, float* out) {
     for (int64_t i = 0; i < k; ++i)
-        for (int r = 0; r < R; ++r) out[i * R + r] = x[r * stride + i];
+        UNROLL for (int r = 0; r < R; ++r) out[i * R + r] = x[r * stride + i];
 }
 
 void pack_x(const float* x, int64_t stride, int rows, int64_t k, float* out) {
@@ -358,29 +363,31 @@ void pack_x(const float* x, int64_t stride, int rows, int64_t k, float* out) {
     packs[rows - 1](x, stride, k, out);
 }
 
-template <class Type, int R, int P, bool Packed>
+template <class Type, int R, int P>
 constexpr LinearKernels::Tile tile_if_it_fits() {
     constexpr int kVectors = P * kPanelVectors;
+    constexpr bool kQuantized = Type::kUnit > 2;
     // One panel always; more while the sums, the weights and one row's value stay in registers.
-    if constexpr (P == 1 || (R * kVectors <= kMostVectors && kVectors <= (Type::kUnit > 2 ? 4 : 8))) {
-        return tile<Type, R, P, Packed>;
+    if constexpr (P == 1 || (kVectors <= (kQuantized ? 4 : 8) &&
+                             R * kVectors <= (kQuantized ? kMostVectorsBesideScales : kMostVectors))) {
+        return tile<Type, R, P, false>;
     } else {
         return nullptr;
     }
 }
 
-template <class Type, int R, bool Packed>
+template <class Type, int R>
 void fill_row(LinearKernels::Tile (*row)[3]) {
-    row[R - 1][0] = tile_if_it_fits<Type, R, 1, Packed>();
-    row[R - 1][1] = tile_if_it_fits<Type, R, 2, Packed>();
-    row[R - 1][2] = tile_if_it_fits<Type, R, 4, Packed>();
-    if constexpr (R < kLinearRows) fill_row<Type, R + 1, Packed>(row);
+    row[R - 1][0] = tile_if_it_fits<Type, R, 1>();
+    row[R - 1][1] = tile_if_it_fits<Type, R, 2>();
+    row[R - 1][2] = tile_if_it_fits<Type, R, 4>();
+    if constexpr (R < kLinearRows) fill_row<Type, R + 1>(row);
 }
 
 template <class Type>
 void fill(LinearKernels* kernels, WeightType type) {
     static_assert(Type::kBytes % 32 == 0, "vectors of a unit lie at multiples of their size");
-    fill_row<Type, 1, false>(kernels->direct[int(type)]);
+    fill_row<Type, 1>(kernels->direct[int(type)]);
     kernels->expand[int(type)] = expand<Type>;
 }
 
@@ -395,7 +402,7 @@ LinearKernels make_kernels() {
     fill<Q5_0>(&kernels, WeightType::kQ5_0);
     fill<Q4_K>(&kernels, WeightType::kQ4_K);
     fill<Q6_K>(&kernels, WeightType::kQ6_K);
-    fill_row<F32, 1, true>(kernels.packed);
+    unroll<0, kLinearRows>([&](auto i) { kernels.packed[i.value] = tile<F32, i.value + 1, 1, true>; });
     kernels.pack_x = pack_x;
     kernels.finish = finish;
     return kernels;

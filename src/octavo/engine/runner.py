@@ -31,8 +31,8 @@ class Model(Protocol):
         """Writes this step's K and V; returns the last hidden state, [num_tokens, hidden_size]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] -> [n, head width] float32."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [m] int64 of [num_tokens, hidden_size] -> [m, head width] float32."""
         ...
 
 
@@ -118,14 +118,16 @@ class Runner:
             result.attn_reports = {s.request.id: Report(*row) for s, row in rows if s.request.attn_topk}
         for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
             if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
-                self._score_prompt(hidden[first_row : first_row + share.num_tokens], share, result)
+                self._score_prompt(hidden, first_row, share, result)
         if sampling:
-            logits = self.model.logits(hidden[batch.logits_rows])
+            logits = self.model.logits(hidden, batch.logits_rows)
             self._sample(logits, [s.request for s in sampling], result)
         return result
 
-    def _score_prompt(self, hidden: torch.Tensor, share: ScheduledRequest, result: StepResult) -> None:
-        """Row i of ``hidden`` stands at ``share.start + i`` and scores the token after it."""
+    def _score_prompt(
+        self, hidden: torch.Tensor, first_row: int, share: ScheduledRequest, result: StepResult
+    ) -> None:
+        """Row ``first_row + i`` of ``hidden`` stands at ``share.start + i`` and scores the token after it."""
         prompt = share.request.prompt_token_ids
         end = min(share.num_tokens, len(prompt) - 1 - share.start)
         entries: dict[int, dict[int, Logprob]] = {}
@@ -133,7 +135,8 @@ class Runner:
             rows = range(begin, min(begin + SCORE_ROWS, end))
             targets = [prompt[share.start + i + 1] for i in rows]
             num_best = [share.request.params.prompt_logprobs or 0] * len(rows)
-            logits = self.model.logits(hidden[rows.start : rows.stop])
+            taken = torch.arange(first_row + rows.start, first_row + rows.stop, device=hidden.device)
+            logits = self.model.logits(hidden, taken)
             scored = sampler.score(logits, targets, num_best, self.vocab_size, self.attention.pool)
             for i, entry in zip(rows, scored, strict=True):
                 entries[share.start + i + 1] = entry

@@ -147,20 +147,28 @@ def logits(
     norm: NormWeights,
     head: PackedLinear,
     x: torch.Tensor,
+    rows: torch.Tensor,
     workspace: _native.Workspace,
     pool: ThreadPool,
     isa: str = "auto",
 ) -> torch.Tensor:
-    """``head(norm(x))``: ``[rows, hidden]`` float32, each row contiguous -> ``[rows, vocab]``."""
+    """``head(norm(x[rows]))``: ``x`` ``[n, hidden]`` float32, each row contiguous; ``rows`` ``[m]`` int64
+    -> ``[m, vocab]``.
+
+    Raises ValueError for a row that ``x`` does not have.
+    """
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != head.inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [rows, {head.inputs}] float32, each row contiguous, got {list(x.shape)}")
-    out = torch.empty(x.shape[0], head.outputs)
+    _check_ints("rows", rows, len(rows))
+    out = torch.empty(len(rows), head.outputs)
     _native.logits(
         norm=norm.native(),
         head=head.weights[0],
         x=x.data_ptr(),
         x_stride=x.stride(0),
-        rows=x.shape[0],
+        x_rows=x.shape[0],
+        take=rows.data_ptr(),
+        rows=len(rows),
         out=out.data_ptr(),
         workspace=workspace,
         pool=pool,

@@ -66,10 +66,10 @@ class Decoder(nn.Module):
             x = layer(x, step, None if rope is None else rotations[rope])
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary: rows ``[n, hidden]`` of ``forward`` -> ``[n, vocab]`` float32."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Final norm and vocabulary, for ``rows`` ``[m]`` int64 of what ``forward`` gave -> ``[m, vocab]`` float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(hidden), head).float()
+        return F.linear(self.norm(hidden[rows]), head).float()
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""

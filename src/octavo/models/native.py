@@ -75,17 +75,17 @@ class NativeDecoder:
         workspace, pool = self._workspace, self.pool
         kernel.embed(self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa)
         for layer, rope, kv in zip(self._native, ropes, layers, strict=True):
-            layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), workspace, pool)
+            layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), pool)
             out = attention.run(step.q, kv, plan)
             layer.after_attention(step.native, out.data_ptr(), workspace, pool)
         return step.x
 
     __call__ = forward
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary: rows ``[n, hidden]`` of ``forward`` -> ``[n, vocab]`` float32."""
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Final norm and vocabulary, for ``rows`` ``[m]`` int64 of what ``forward`` gave -> ``[m, vocab]`` float32."""
         self._ready()
-        return kernel.logits(self._norm, self._head, hidden, self._workspace, self.pool, self._isa)
+        return kernel.logits(self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa)
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""
