@@ -15,14 +15,14 @@ from octavo.kernels.native import ThreadPool
 
 @dataclass(slots=True)
 class TopkStep:
-    """A step in which some sequences have a budget: theirs, and the rest by the dense kernel.
+    """A step in which some sequences have a budget: theirs, and the rest, if any, by the dense kernel.
 
     ``whole`` is the plan of layers that are dense for everybody, made when one is met.
     """
 
     meta: api.AttentionMeta
     topk: topk_paged.Plan
-    rest: fused.Plan
+    rest: fused.Plan | None
     report: torch.Tensor | None
     whole: fused.Plan | None = None
 
@@ -60,7 +60,8 @@ class AttentionBackend:
             )
         topk = topk_paged.plan(meta, batch.attn_topk, self.spec, self.pool)
         left_out = topk_paged.dense_now(meta, batch.attn_topk)
-        rest = fused.plan(meta, self.spec, self.pool, left_out=left_out)
+        some = not bool(left_out.all())
+        rest = fused.plan(meta, self.spec, self.pool, left_out=left_out) if some else None
         return TopkStep(meta, topk, rest, batch.attn_report)
 
     def write(
@@ -82,6 +83,7 @@ class AttentionBackend:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
             return fused.attend(q, layer, plan.whole)[0]
         out = torch.empty(q.shape)
-        fused.attend(q, layer, plan.rest, out)
+        if plan.rest is not None:
+            fused.attend(q, layer, plan.rest, out)
         topk_paged.attend(q, layer, plan.topk, out, plan.report)
         return out

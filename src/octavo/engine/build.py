@@ -153,6 +153,13 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
         device=config.device,
         plane_layers=resources.plane_layers(config, loaded.config),
     )
+    if config.has_planes:
+        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.planes.nbytes
+        log.info(
+            "top-k attention: scan planes of %s beside K and V of %s",
+            resources.format_size(planes),
+            resources.format_size(rows),
+        )
     scheduler = Scheduler(
         config.scheduler,
         block_size=cache.block_size,
