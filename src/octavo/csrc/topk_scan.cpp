@@ -27,6 +27,7 @@ constexpr double kMaxQueryCode = 32767.0;
 constexpr double kWiden = 1.0 + 0x1p-12;
 // Above this a partial sum of the score could overflow where the whole does not: nothing is known then.
 constexpr double kMaxQuery = 1e28;
+constexpr float kLeastFloat = std::numeric_limits<float>::min();
 constexpr double kRoundTo = 0x1.8p52;  // adding and subtracting it rounds to a whole number
 constexpr double kLeastScale = 0x1p-14;  // the least normal float16
 
@@ -105,18 +106,19 @@ void prepare_query(const float* q, int head_dim, float scale, int16_t* code, Sca
         largest = std::max(largest, std::fabs(double(q[d])));
     }
     const double norm = std::sqrt(square);
+    const float step = largest > 0.0 ? float(largest / kMaxQueryCode) : 1.0f;
     query->code = code;
     query->q = q;
     query->mean_scale = scale;
-    if (!(norm <= kMaxQuery) || !(norm * scale <= kMaxQuery)) {
+    // Too large, see kMaxQuery; or so small that the steps themselves are not exact to u.
+    const bool too_small = !(step >= kLeastFloat && step * scale >= kLeastFloat);
+    if (!(norm <= kMaxQuery) || !(norm * scale <= kMaxQuery) || too_small) {
         // Every bound is infinite or NaN: each key is rescored.
         std::fill(code, code + head_dim, int16_t(0));
         query->code_scale = 0.0f;
         query->per_error = query->per_scale = query->per_norm = std::numeric_limits<float>::infinity();
         return;
     }
-    const float step = largest > 0.0 ? std::max(float(largest / kMaxQueryCode), std::numeric_limits<float>::min())
-                                     : 1.0f;
     for (int d = 0; d < head_dim; ++d) {
         const double c = std::clamp((double(q[d]) / double(step) + kRoundTo) - kRoundTo, -kMaxQueryCode, kMaxQueryCode);
         code[d] = int16_t(c);
