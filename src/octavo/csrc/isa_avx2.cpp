@@ -56,6 +56,8 @@ inline Codes load_codes(const int8_t* p) {
 }
 inline I8 add_products(Codes codes, I8 pair, I8 sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, pair)); }
 inline F8 to_float8(I8 x) { return _mm256_cvtepi32_ps(x); }
+// The float whose bits are the whole part of x.
+inline F8 as_bits8(F8 x) { return _mm256_castsi256_ps(_mm256_cvttps_epi32(x)); }
 
 // 2^n from the low bits of n + kRound.
 inline F8 power_of_two8(F8 t) {

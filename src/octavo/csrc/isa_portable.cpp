@@ -94,6 +94,16 @@ inline F8 to_float8(const I8& x) {
     return map8([&](int i) { return float(x.lane[i]); });
 }
 
+// The float whose bits are the whole part of x, which is at least 0 and below 2^31.
+inline F8 as_bits8(const F8& x) {
+    return map8([&](int i) {
+        const int32_t bits = int32_t(x.lane[i]);
+        float out;
+        std::memcpy(&out, &bits, 4);
+        return out;
+    });
+}
+
 inline F8 power_of_two8(const F8& t) {
     return map8([&](int i) {
         uint32_t bits;

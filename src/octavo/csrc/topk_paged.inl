@@ -61,6 +61,12 @@ void scan(const ScanTask& t) {
     }
 }
 
+// At least e^x for x <= 0, and at most 1.062 of it: 2^n (1 + f) where e^x is 2^n 2^f. Below -87 it is 0.
+inline F8 exp_bound8(F8 x) {
+    const F8 bits = fma8(x, set8(kLog2e * 8388608.0f), set8(127.0f * 8388608.0f));
+    return as_bits8(max8(bits, set8(0.0f)));
+}
+
 int sift(const SiftTask& t) {
     const F8 limit = set8(t.limit), top = set8(t.top);
     F8 dropped = set8(0.0f);
@@ -71,7 +77,8 @@ int sift(const SiftTask& t) {
         if (j < t.lo) seen &= 0xffu << (t.lo - j);
         if (j + 8 > t.hi) seen &= 0xffu >> (j + 8 - t.hi);
         const unsigned stay = not_below8(upper, limit) & seen;
-        dropped = add8(dropped, keep8(exp8(sub8(upper, top)), seen & ~stay));
+        const unsigned gone = seen & ~stay;
+        dropped = add8(dropped, keep8(exp_bound8(keep8(sub8(upper, top), gone)), gone));
         for (unsigned left = stay; left != 0; left &= left - 1) t.stay[count++] = j + __builtin_ctz(left);
     }
     *t.dropped += fold8(dropped);

@@ -56,7 +56,7 @@ struct ScanTask {
 };
 
 // One row's scanned keys [lo, hi) that stay in the race: their upper bound reaches the limit, or is
-// NaN. The others add exp(upper - top) to *dropped.
+// NaN. The others add an upper bound of exp(upper - top), at most 1.07 of it, to *dropped.
 struct SiftTask {
     int lo, hi;
     const float* value;
