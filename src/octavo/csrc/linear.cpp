@@ -127,7 +127,7 @@ void direct_sums(const Call& call, const PackedWeight& weight, int64_t panel, in
 }
 
 void direct_group(const Call& call, const Group& group) {
-    const int64_t tiles = divide_up(call.args.rows, kLinearRows);
+    const int64_t tiles = divide_up(call.args.rows, call.kernels.rows);
     const int64_t most_rows = divide_up(call.args.rows, tiles);
     const auto widest_of = [&](const PackedWeight& weight, int64_t panels) {
         return widest(call.kernels.direct[int(weight.type())][most_rows - 1], panels);
@@ -175,7 +175,7 @@ struct Pieces {
 void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64_t panel, int64_t rows, const float* x,
                  float* piece, float* sums) {
     const UnitLayout unit = kUnits[int(weight.type())];
-    const int64_t tiles = divide_up(rows, kLinearRows);
+    const int64_t tiles = divide_up(rows, kernels.rows);
     const bool expand = weight.type() != WeightType::kF32;
     const Pieces pieces(weight);
     for (int64_t i = 0; i < pieces.count; ++i) {
@@ -253,16 +253,17 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
         pool.run(count, [&](int, int64_t i) { direct_group(call, groups[size_t(i)]); });
         return;
     }
-    const int64_t most_rows = std::max<int64_t>(8 * kLinearRows, kRowBlockBytes / (inputs * 4));
+    const int64_t tile_rows = call.kernels.rows;
+    const int64_t most_rows = std::max<int64_t>(8 * tile_rows, kRowBlockBytes / (inputs * 4));
     const int64_t blocks = divide_up(args.rows, most_rows);
     const auto block_start = [&](int64_t block) {
-        return std::min(args.rows, divide_up(args.rows, blocks * kLinearRows) * kLinearRows * block);
+        return std::min(args.rows, divide_up(args.rows, blocks * tile_rows) * tile_rows * block);
     };
-    const int64_t most_tiles = divide_up(block_start(1), kLinearRows);
+    const int64_t most_tiles = divide_up(block_start(1), tile_rows);
     pool.run(blocks * most_tiles, [&](int, int64_t item) {
         const int64_t block = item / most_tiles, t = item % most_tiles;
         const int64_t begin = block_start(block), rows = block_start(block + 1) - begin;
-        const int64_t tiles = divide_up(rows, kLinearRows);
+        const int64_t tiles = divide_up(rows, tile_rows);
         if (t >= tiles) return;
         const int64_t first = begin + tile_start(rows, tiles, t), end = begin + tile_start(rows, tiles, t + 1);
         const float* from = args.x + first * args.x_stride;
@@ -270,7 +271,7 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
             call.kernels.pack_x(from, args.x_stride, int(end - first), inputs, x + first * inputs);
             return;
         }
-        float* normed = scratch(kLinearRows * inputs);
+        float* normed = scratch(tile_rows * inputs);
         for (int64_t r = 0; r < end - first; ++r)
             isa.rows->norm(args.norm, from + r * args.x_stride, inputs, normed + r * inputs);
         call.kernels.pack_x(normed, inputs, int(end - first), inputs, x + first * inputs);

@@ -7,7 +7,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kLanes = 8, kMostVectors = 12, kMostVectorsBesideScales = 8;
+constexpr int kLanes = 8, kMostRows = 6, kMostVectors = 12, kMostVectorsBesideScales = 8;
 using Vec = __m256;
 using Int = __m256i;
 

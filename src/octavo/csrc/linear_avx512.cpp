@@ -7,7 +7,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kLanes = 16, kMostVectors = 24, kMostVectorsBesideScales = 16;
+constexpr int kLanes = 16, kMostRows = 8, kMostVectors = 24, kMostVectorsBesideScales = 16;
 using Vec = __m512;
 using Int = __m512i;
 

@@ -8,8 +8,8 @@ namespace octavo {
 
 // Outputs per panel.
 constexpr int kLinearPanel = 16;
-// Most rows of x that one register tile holds.
-constexpr int kLinearRows = 6;
+// Most rows of x that any register tile holds; LinearKernels::rows has an instruction set's own.
+constexpr int kLinearRows = 8;
 
 enum class WeightType { kF32, kF16, kBF16, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ4_K, kQ6_K };
 constexpr int kNumWeightTypes = 9;
@@ -68,7 +68,10 @@ struct FinishTask {
 
 struct LinearKernels {
     using Tile = void (*)(const TileTask&);
-    // direct[type][rows - 1][i] takes 1 << i panels at once; nullptr where registers would not do.
+    // Most rows of x that a tile holds.
+    int rows;
+    // direct[type][rows - 1][i] takes 1 << i panels at once; nullptr where registers would not do, and for more
+    // rows than a tile holds.
     Tile direct[kNumWeightTypes][kLinearRows][3];
     // packed[rows - 1] takes one panel of float32 weights, and x as [k][rows].
     Tile packed[kLinearRows];

@@ -8,7 +8,7 @@
 namespace octavo {
 namespace {
 
-constexpr int kLanes = 16, kMostVectors = 0, kMostVectorsBesideScales = 0;
+constexpr int kLanes = 16, kMostRows = 6, kMostVectors = 0, kMostVectorsBesideScales = 0;
 
 struct Vec {
     float lane[kLanes];

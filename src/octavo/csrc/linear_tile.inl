@@ -2,8 +2,8 @@
 // its unnamed namespace, after the operations it is written in:
 //   Vec: zero, set, load, store, add, mul, fma(a, b, c) = a b + c, load_half (kLanes float16)
 //   Int (32-bit lanes): load_bits, load_bytes (u8), load_signed_bytes, mask, either, left<n>, right<n>
-//   to_float (signed integers), as_float (the bits), prefetch, kLanes; kMostVectors, how many sums
-//   registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
+//   to_float (signed integers), as_float (the bits), prefetch, kLanes; kMostRows of a tile; kMostVectors,
+//   how many sums registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
 // Everything is unrolled at compile time; see linear.h for the law and linear_kernels.h for layouts.
 
 #if defined(__GNUC__) || defined(__clang__)
@@ -358,8 +358,8 @@ void pack_rows_of_x(const float* x, int64_t stride, int64_t k, float* out) {
 
 void pack_x(const float* x, int64_t stride, int rows, int64_t k, float* out) {
     using Pack = void (*)(const float*, int64_t, int64_t, float*);
-    static const Pack packs[kLinearRows] = {pack_rows_of_x<1>, pack_rows_of_x<2>, pack_rows_of_x<3>,
-                                            pack_rows_of_x<4>, pack_rows_of_x<5>, pack_rows_of_x<6>};
+    static const Pack packs[8] = {pack_rows_of_x<1>, pack_rows_of_x<2>, pack_rows_of_x<3>, pack_rows_of_x<4>,
+                                  pack_rows_of_x<5>, pack_rows_of_x<6>, pack_rows_of_x<7>, pack_rows_of_x<8>};
     packs[rows - 1](x, stride, k, out);
 }
 
@@ -381,7 +381,7 @@ void fill_row(LinearKernels::Tile (*row)[3]) {
     row[R - 1][0] = tile_if_it_fits<Type, R, 1>();
     row[R - 1][1] = tile_if_it_fits<Type, R, 2>();
     row[R - 1][2] = tile_if_it_fits<Type, R, 4>();
-    if constexpr (R < kLinearRows) fill_row<Type, R + 1>(row);
+    if constexpr (R < kMostRows) fill_row<Type, R + 1>(row);
 }
 
 template <class Type>
@@ -392,7 +392,8 @@ void fill(LinearKernels* kernels, WeightType type) {
 }
 
 LinearKernels make_kernels() {
-    LinearKernels kernels;
+    LinearKernels kernels = {};
+    kernels.rows = kMostRows;
     fill<F32>(&kernels, WeightType::kF32);
     fill<F16>(&kernels, WeightType::kF16);
     fill<BF16>(&kernels, WeightType::kBF16);
@@ -402,7 +403,7 @@ LinearKernels make_kernels() {
     fill<Q5_0>(&kernels, WeightType::kQ5_0);
     fill<Q4_K>(&kernels, WeightType::kQ4_K);
     fill<Q6_K>(&kernels, WeightType::kQ6_K);
-    unroll<0, kLinearRows>([&](auto i) { kernels.packed[i.value] = tile<F32, i.value + 1, 1, true>; });
+    unroll<0, kMostRows>([&](auto i) { kernels.packed[i.value] = tile<F32, i.value + 1, 1, true>; });
     kernels.pack_x = pack_x;
     kernels.finish = finish;
     return kernels;
