@@ -74,10 +74,9 @@ void TopkPlan::divide(int64_t window, bool planes) {
         const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
         const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk_[s] >= kMinScanKeys;
         int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
-        // Heads of a group share a scan; with few sequences the threads' share counts more.
-        const int64_t least = 3 * int64_t(pool_.num_threads());
-        while (scan && pool_.num_threads() > 1 && most > 1 && (rows + most - 1) / most * shape_.num_kv_heads * active < least)
-            most /= 2;
+        // Heads of a group share a scan, unless threads would have nothing to do.
+        const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
+        while (scan && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
