@@ -40,11 +40,16 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. ``max_model_len`` None: the model's own limit, fitted to the pool."""
+    """Limits of a step. ``max_model_len`` None: the model's own limit, fitted to the pool.
+
+    ``step_ms``: milliseconds that a step which extends answers should take, chunks of prompts included;
+    0 gives prompts whatever ``max_num_batched_tokens`` leaves.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
+    step_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ class EncoderConfig:
     """``first_position`` is the position of a text's first token; ``max_tokens`` the longest text.
 
     ``labels`` are the classes of the head, in order, or empty without one; one label is a regression.
-    ``compress_rate`` and ``topk`` are set where the attention is C2PSA. ``pooling`` ("mean" or "cls") and
-    ``normalize`` say what an embedding is.
+    ``compress_rate`` and ``topk`` are set where the attention is C2PSA, ``projected_len`` and
+    ``projected_max`` (the longest text) where it is Linformer's. ``pooling`` ("mean" or "cls") and
+    ``normalize`` say what an embedding is. The dropouts matter in training alone.
     """
 
     family: str
@@ -38,6 +39,11 @@ class EncoderConfig:
     multi_label: bool = False
     compress_rate: int | None = None
     topk: int | None = None
+    projected_len: int | None = None
+    projected_max: int | None = None
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    head_dropout: float = 0.0
     pooling: str = "mean"
     normalize: bool = False
 
@@ -74,6 +80,7 @@ class EncoderConfig:
         # RoBERTa counts positions from behind its padding token's.
         first = int(config.get("pad_token_id") or 0) + 1 if family == "roberta" else 0
         sentence = SentenceFiles() if sentence is None else sentence
+        attention = _attention(config)
         most = sizes["max_position_embeddings"] - first
         if most < 1:
             raise UnsupportedModelError(
@@ -86,12 +93,13 @@ class EncoderConfig:
             norm_eps=check_number(config.get("layer_norm_eps", 1e-12), "layer_norm_eps"),
             activation=ACTIVATIONS[activation],
             first_position=first,
-            max_tokens=min(most, sentence.max_tokens or most),
+            max_tokens=min(most, sentence.max_tokens or most, attention.get("projected_max", most)),
             labels=_labels(config),
             multi_label=config.get("problem_type") == "multi_label_classification",
             pooling=sentence.pooling,
             normalize=sentence.normalize,
-            **_c2psa(config),
+            **attention,
+            **_dropouts(config, family),
         )
 
 
@@ -135,6 +143,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "c2psa": dict,
     "hidden_act": str,
     "id2label": dict,
+    "linformer": dict,
     "pad_token_id": int,
 }
 _BERT = {
@@ -166,9 +175,48 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def _c2psa(config: Mapping[str, Any]) -> dict[str, int]:
-    """The key "c2psa" of a converted checkpoint: {"compress_rate": r, "topk": k}."""
-    found = config.get("c2psa")
-    if found is None:
-        return {}
-    return {key: size_of(found, key, "c2psa of config.json") for key in ("compress_rate", "topk")}
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the place of standard attention.
+
+    ``"c2psa": {"compress_rate": r, "topk": k}``, or ``"linformer": {"projected_len": p, "max_len": n}``.
+    """
+    c2psa, linformer = config.get("c2psa"), config.get("linformer")
+    if c2psa is not None and linformer is not None:
+        raise UnsupportedModelError("config.json may have c2psa or linformer, not both")
+    if c2psa is not None:
+        return {key: size_of(c2psa, key, "c2psa of config.json") for key in ("compress_rate", "topk")}
+    if linformer is not None:
+        where = "linformer of config.json"
+        sizes = {name: size_of(linformer, key, where) for name, key in _LINFORMER.items()}
+        if sizes["projected_len"] > sizes["projected_max"]:
+            raise UnsupportedModelError(f"projected_len may not be above max_len in {where}")
+        return sizes
+    return {}
+
+
+_LINFORMER = {"projected_len": "projected_len", "projected_max": "max_len"}
+
+
+def _dropouts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The shares that training drops, under each family's names; the defaults are transformers' own."""
+    attention, hidden, head = _DROPOUTS[family]
+    shares = {"attention_dropout": _share(config, attention, 0.1)}
+    shares["hidden_dropout"] = _share(config, hidden, 0.1)
+    shares["head_dropout"] = _share(config, head, 0.2 if family == "distilbert" else shares["hidden_dropout"])
+    return shares
+
+
+_DROPOUTS = {
+    "bert": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "roberta": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "distilbert": ("attention_dropout", "dropout", "seq_classif_dropout"),
+}
+
+
+def _share(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise UnsupportedModelError(f"{key} must be at least 0 and less than 1, got {value!r:.100}")
+    return float(value)

@@ -21,10 +21,12 @@ COMMANDS = [
     ["pull"],
     ["models"],
     ["run"],
+    ["train"],
     ["bench"],
     ["bench", "attention"],
     ["bench", "throughput"],
     ["bench", "perplexity"],
+    ["bench", "quality"],
 ]
 
 

@@ -103,9 +103,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 with pytest.raises(ValueError):
                     self.scheduler.add(request)
 
-    @rule()
-    def step(self) -> None:
-        self.model.step()
+    @rule(prefill_limit=st.sampled_from([None, 1, 3, 20]))
+    def step(self, prefill_limit: int | None) -> None:
+        self.model.step(prefill_limit=prefill_limit)
 
     @rule(count=st.integers(2, 8))
     def steps(self, count: int) -> None:

@@ -19,6 +19,7 @@ from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from octavo.engine.encoder import EncoderEngine
     from octavo.engine.engine import Engine
     from octavo.serving.server import ServerOptions
 
@@ -225,6 +226,15 @@ SETTINGS = (
         "LAYERS",
         opt.parse_layers,
     ),
+    Setting(
+        "step_ms",
+        int,
+        0,
+        "Milliseconds that a step beside answers should take: prompts are cut to it; 0 is no aim.",
+        opt.ENGINE,
+        "MS",
+        NOT_NEGATIVE,
+    ),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", opt.ENGINE),
     Setting(
         "threads",
@@ -314,7 +324,7 @@ def _signature() -> inspect.Signature:
 
 
 def serve(ctx: typer.Context, **values: Any) -> None:
-    """Serve a model over HTTP, to any client of OpenAI's API and to a browser.
+    """Serve a model over HTTP, to any client of OpenAI's API and to a browser; an encoder gives embeddings.
 
     A setting is taken from the command line, else from the environment (OCTAVO_...), else from the --config
     file, else it has its default. SIGTERM or Ctrl-C lets running requests end; a second Ctrl-C does not.
@@ -345,11 +355,11 @@ serve.__signature__ = _signature()  # type: ignore[attr-defined]
 serve.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
 
 
-def _load(values: dict[str, Any]) -> Engine:
+def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
     from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-    from octavo.engine.build import build_engine
+    from octavo.engine.build import build
 
-    return build_engine(
+    return build(
         EngineConfig(
             model=values["model"],
             cache=CacheConfig(
@@ -362,6 +372,7 @@ def _load(values: dict[str, Any]) -> Engine:
                 max_num_seqs=values["max_num_seqs"],
                 max_num_batched_tokens=values["max_num_batched_tokens"],
                 max_model_len=values["max_model_len"],
+                step_ms=values["step_ms"],
             ),
             attention=values["attention"],
             num_threads=values["threads"],
@@ -405,9 +416,16 @@ def _options(values: dict[str, Any]) -> ServerOptions:
     )
 
 
-def _announce(engine: Engine, options: ServerOptions, seconds: float) -> None:
+def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: float) -> None:
     from octavo.engine.build import isa
+    from octavo.engine.encoder import EncoderEngine
 
+    if isinstance(engine, EncoderEngine):
+        _say(
+            f"{options.models[0]} loaded in {seconds:.1f} s: an encoder with vectors of "
+            f"{engine.config.hidden_size} numbers, texts of up to {engine.config.max_tokens} tokens"
+        )
+        return
     config = engine.config
     blocks, size = config.cache.num_blocks or 0, config.cache.block_size
     tokens = blocks * size

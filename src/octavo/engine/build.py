@@ -239,6 +239,7 @@ def _check(config: EngineConfig) -> None:
     check_int("block_size", cache.block_size, 1, 256)
     check_int("max_num_seqs", limits.max_num_seqs, 1)
     check_int("max_num_batched_tokens", limits.max_num_batched_tokens, 1)
+    check_int("step_ms", limits.step_ms, 0)
     if config.num_threads is not None:
         check_int("num_threads", config.num_threads, 1, MAX_THREADS)
     if cache.num_blocks is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.pace import StepPace
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
@@ -88,6 +89,8 @@ class Engine:
         self.metrics = EngineMetrics()
         self._runner = runner
         self._scheduler = scheduler
+        seconds, most = config.scheduler.step_ms / 1000, config.scheduler.max_num_batched_tokens
+        self._pace = StepPace(seconds, most) if seconds else None
         self._entries: dict[int, _Entry] = {}
         self._owner: dict[int, tuple[_Entry, _Choice]] = {}
         #: Entries with something new for the caller.
@@ -159,7 +162,7 @@ class Engine:
         which the next step returns, and everything else goes on.
         """
         start = time.monotonic()
-        output = self._scheduler.schedule()
+        output = self._scheduler.schedule(None if self._pace is None else self._pace.limit)
         if output.scheduled:
             self._note_first_scheduled(output, start)
             try:
@@ -168,7 +171,7 @@ class Engine:
             except BaseException:
                 self._drop(output)
                 raise
-            self._note_step(time.monotonic() - start)
+            self._note_step(output, time.monotonic() - start)
         elif self._scheduler.has_unfinished():
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
         touched, self._touched = self._touched, {}
@@ -230,7 +233,11 @@ class Engine:
             if entry.first_scheduled_time is None:
                 entry.first_scheduled_time = now
 
-    def _note_step(self, seconds: float) -> None:
+    def _note_step(self, output: SchedulerOutput, seconds: float) -> None:
+        if self._pace is not None:
+            tokens = [share.num_tokens for share in output.scheduled]
+            num_decodes = tokens.count(1)
+            self._pace.observe(num_decodes, sum(tokens) - num_decodes, seconds)
         stats, metrics = self._scheduler.stats, self.metrics
         metrics.num_steps += 1
         metrics.step_time.observe(seconds)

@@ -83,7 +83,7 @@ class NativeDecoder:
     __call__ = forward
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary for ``rows`` ``[m]`` int64 of ``hidden``: ``[m, vocab]`` float32."""
+        """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
         self._ready()
         return kernel.logits(self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa)
 
