@@ -117,6 +117,7 @@ def test_a_quick_run(tmp_path: Path):
     (row,) = result["long"]
     assert row["time_to_first_token_s"] > 0
     assert row["before_ms"]["p50"] > 0
-    serve_report.plot(result, tmp_path / "serve.png")
+    assert serve_report.plot(result, tmp_path / "serve.png")
+    assert not serve_report.plot({"http": result["http"]}, tmp_path / "none.png")
     assert (tmp_path / "serve.png").stat().st_size > 10_000
     assert [table.row_count for table in serve_report.tables(result)] == [1, 1, 2, 1, 1]

@@ -84,8 +84,8 @@ def _three(values: dict[str, float | None]) -> str:
     return " / ".join("-" if values[p] is None else f"{values[p]:.0f}" for p in ("p50", "p95", "p99"))
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Latencies and throughput of each load, a column each; nothing without one."""
+def plot(result: dict[str, Any], path: Path) -> bool:
+    """Latencies and throughput of each load, a column each. False, and nothing drawn, without one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,7 +93,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
     names = [name for name in LOADS if name in result]
     if not names:
-        return
+        return False
     figure, axes = plt.subplots(
         3, len(names), figsize=(4.6 * len(names), 9), squeeze=False, layout="constrained"
     )
@@ -121,3 +121,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"octavo serve, {result['model']}")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+    return True

@@ -276,10 +276,12 @@ def serve(
             report=lambda line: console.print(line, style="dim", markup=False),
             save=lambda so_far: write_json(out / "serve.json", {"command": command_line()} | so_far),
         )
-        serve_report.plot(result, out / "serve.png")
+        written = [out / "serve.json"]
+        if serve_report.plot(result, out / "serve.png"):
+            written.append(out / "serve.png")
     for table in serve_report.tables(result):
         _console().print(table)
-    print(f"written: {out / 'serve.json'}, {out / 'serve.png'}")
+    print(f"written: {', '.join(map(str, written))}")
 
 
 @app.command("soak")
