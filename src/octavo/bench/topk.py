@@ -192,7 +192,8 @@ def bench_topk(
     """What the command line calls: measure, print, and write ``topk.json``."""
     with console.status("measuring top-k attention"):
         result = run(threads=threads, topk=topk, rounds=rounds, quick=quick)
-    result |= {"command": command, "load_average": os.getloadavg()[0], "machine": machine(), "versions": versions()}
+    result |= {"command": command, "load_average": os.getloadavg()[0]}
+    result |= {"machine": machine(), "versions": versions()}
     show(result, console)
     (output / "topk.json").write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"written: {output / 'topk.json'}")
