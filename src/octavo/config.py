@@ -54,7 +54,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that an engine is made from."""
+    """All that an engine is made from.
+
+    With ``attn_topk`` or ``topk_planes`` the cache holds what top-k attention needs, in every layer but
+    ``dense_layers``.
+    """
 
     model: str
     cache: CacheConfig = CacheConfig()
@@ -64,3 +68,11 @@ class EngineConfig:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None
+    attn_topk: int = 0  # of requests that do not say; 0 is dense
+    topk_planes: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether a request may ask for top-k attention."""
+        return self.attn_topk > 0 or self.topk_planes

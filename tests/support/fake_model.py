@@ -52,7 +52,7 @@ class FakeModel:
         """The rows that tokens 0 .. end-1 of a request must have."""
         rows = self._history.setdefault(request.id, [])
         for token in request.token_ids[len(rows) : end]:
-            rows.append(digest(rows[-1] if rows else request.cache_salt, token))
+            rows.append(digest(rows[-1] if rows else (request.cache_salt, request.attn_policy), token))
         return rows[:end]
 
     def read(self, request: Request, end: int) -> list[int | None]:
@@ -136,6 +136,7 @@ def make_request(
     max_tokens: int = 4,
     priority: int = 0,
     cache_salt: str = "",
+    attn_policy: str = "",
     eos: tuple[int, ...] = (),
     seed: int = 0,
     **params: object,
@@ -152,6 +153,7 @@ def make_request(
         eos_token_ids=eos,
         priority=priority,
         cache_salt=cache_salt,
+        attn_policy=attn_policy,
         seed=seed,
     )
 

@@ -58,6 +58,31 @@ def attention(
         )
 
 
+@app.command("topk")
+def topk(
+    attn_topk: Annotated[int, typer.Option(min=1, help="Keys kept for each query and head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; dense and exact take turns.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="1,024 keys only, for a quick look.")] = False,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What exact top-k attention costs in decode beside dense attention: time and bytes read."""
+    from octavo.bench.topk import bench_topk
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        bench_topk(
+            threads=threads or usable_cpus(),
+            command=command_line(),
+            output=out,
+            topk=attn_topk,
+            rounds=rounds,
+            quick=quick,
+            console=_console(),
+        )
+
+
 @app.command("linear")
 def linear(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; types and MKL take turns in each.")] = 5,

@@ -203,6 +203,30 @@ SETTINGS = (
         _length,
     ),
     Setting(
+        "attn_topk",
+        int,
+        0,
+        "Keys that attention keeps for each query and head, unless a request says otherwise; 0 keeps all.",
+        opt.ENGINE,
+        check=NOT_NEGATIVE,
+    ),
+    Setting(
+        "topk_planes",
+        bool,
+        False,
+        "Let requests ask for attn_topk, though it is 0 here; takes up to 0.3 of the memory of K and V.",
+        opt.ENGINE,
+    ),
+    Setting(
+        "dense_layers",
+        str | None,
+        None,
+        "Layers that keep all keys under attn_topk, such as 0,1.",
+        opt.ENGINE,
+        "LAYERS",
+        opt.parse_layers,
+    ),
+    Setting(
         "step_ms",
         int,
         0,
@@ -353,6 +377,9 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
             attention=values["attention"],
             num_threads=values["threads"],
             seed=values["seed"],
+            attn_topk=values["attn_topk"],
+            topk_planes=values["topk_planes"],
+            dense_layers=values["dense_layers"],
         )
     )
 

@@ -16,6 +16,7 @@ from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
 from octavo.request import (
+    AttnTopkReport,
     CompletionOutput,
     Logprob,
     Request,
@@ -54,6 +55,7 @@ class _Entry:
     first_token_time: float | None = None
     finished_time: float | None = None
     error: str | None = None
+    attn_report: AttnTopkReport | None = None
 
     @property
     def finished(self) -> bool:
@@ -116,9 +118,12 @@ class Engine:
         admission.check_params(params, self.vocab_size)
         admission.check_queueing(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
+        attn_topk, attn_policy = admission.resolve_attn_topk(params, self.config)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
         entry = _Entry(entry_id, label, prompt, [], time.monotonic())
+        if attn_topk:
+            entry.attn_report = AttnTopkReport(attn_topk=attn_topk)
         if params.prompt_logprobs is not None:
             entry.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
@@ -136,6 +141,8 @@ class Engine:
                 arrival=entry_id,
                 priority=priority,
                 cache_salt=cache_salt,
+                attn_topk=attn_topk,
+                attn_policy=attn_policy,
             )
             choice = _Choice(request, self._detokenizer(ids, params))
             if params.logprobs is not None:
@@ -247,6 +254,10 @@ class Engine:
         now = time.monotonic()
         for entry, choice in owners:
             request = choice.request
+            report = result.attn_reports.get(request.id)
+            if report is not None and entry.attn_report is not None:
+                counts = int(report.rows), int(report.visible), int(report.kept)
+                entry.attn_report = entry.attn_report.plus(*counts, report.dropped_sum, report.dropped_max)
             if entry.prompt_logprobs is not None:
                 try:
                     for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
@@ -345,6 +356,7 @@ class Engine:
             num_cached_tokens=first.num_cached_tokens or 0,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
+            attn_topk=entry.attn_report,
             metrics=RequestMetrics(
                 arrival_time=entry.arrival_time,
                 first_scheduled_time=entry.first_scheduled_time,

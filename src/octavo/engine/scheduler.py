@@ -110,7 +110,7 @@ class Scheduler:
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
-            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt),
+            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt, request.attn_policy),
             stop_ids=frozenset(request.params.stop_token_ids or ()),
             # The last token sampled is never computed.
             last_position=max(prompt, most - 1),

@@ -50,6 +50,7 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
         "repetition_penalty": request.repetition_penalty,
         "stop_token_ids": request.stop_token_ids,
         "min_tokens": request.min_tokens,
+        "attn_topk": request.attn_topk,
     }
     fields = {name: value for name, value in given.items() if value is not None}
     try:
@@ -66,8 +67,6 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
 
 def refuse_what_is_missing(request: Sampling) -> None:
     """Parameters that OpenAI or other engines have and this one has not."""
-    if request.attn_topk is not None:
-        raise ApiError("attn_topk is not available on this server: attention is exact", param="attn_topk")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream: true", param="stream_options")
 

@@ -39,6 +39,8 @@ def _measure(name: str, found: Sequence[float], true: Sequence[float]) -> float:
     if name == "f1_macro":
         return float(metrics.f1_score(true, found, average="macro", zero_division=0.0))
     if name == "matthews":
+        if len({*found, *true}) == 1:  # undefined; scikit-learn gives 0 too, with a warning
+            return 0.0
         return float(metrics.matthews_corrcoef(true, found))
     if name in ("pearson", "spearman"):
         if len(found) < 2 or len(set(found)) == 1 or len(set(true)) == 1:
