@@ -17,7 +17,7 @@ class ThreadPool:
     @property
     def num_threads(self) -> int: ...
 
-class AttentionPlan:
+class PagedBatch:
     def __init__(
         self,
         *,
@@ -26,6 +26,17 @@ class AttentionPlan:
         cu_seqlens_q: int,
         num_seqs: int,
         max_blocks: int,
+        shape: Shape,
+    ) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class AttentionPlan:
+    def __init__(
+        self,
+        *,
+        batch: PagedBatch,
+        topk: int,
         shape: Shape,
         share: bool,
         pool: ThreadPool,
@@ -244,5 +255,48 @@ def topk_backward(
     k_grad: _Heads,
     v_grad: _Heads,
     pool: ThreadPool,
+    isa: str,
+) -> None: ...
+
+class TopkPlan:
+    def __init__(self, *, batch: PagedBatch, topk: int, shape: Shape, pool: ThreadPool, isa: str) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def max_topk(self) -> int: ...
+    @property
+    def bytes_read(self) -> int: ...
+    def run(
+        self,
+        *,
+        q: int,
+        q_stride: int,
+        key: int,
+        value: int,
+        num_blocks: int,
+        scale: float,
+        window: int,
+        out: int,
+        lse: int,
+        plane: int,
+        report: int,
+        position: int,
+        dropped: int,
+    ) -> None: ...
+
+RECORD_KEYS: int
+REPORT_COLUMNS: int
+
+def record_bytes(head_dim: int) -> int: ...
+def scan_bounds(
+    *,
+    q: int,
+    num_queries: int,
+    key: int,
+    half: bool,
+    num_records: int,
+    head_dim: int,
+    scale: float,
+    out: tuple[int, int, int],
     isa: str,
 ) -> None: ...

@@ -21,6 +21,10 @@ class ForwardBatch:
         seq_lens: ``[num_seqs]`` int32, keys of each sequence *including this step's*.
         cu_seqlens_q: ``[num_seqs + 1]`` int32, where each sequence's rows start in ``token_ids``.
         logits_rows: ``[num_logits]`` int64, the rows of ``token_ids`` whose logits are wanted.
+        attn_topk: ``[num_seqs]`` int32, the keys that attention keeps, 0 for all; None where all are dense.
+        attn_report: ``[num_seqs, 6]`` float64, to which each layer of attention adds what became of the
+        rows of
+            the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None likewise.
 
     Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
     with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
@@ -45,6 +49,8 @@ class ForwardBatch:
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     logits_rows: torch.Tensor
+    attn_topk: torch.Tensor | None = None
+    attn_report: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -40,16 +40,25 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. ``max_model_len`` None: the model's own limit, fitted to the pool."""
+    """Limits of a step. ``max_model_len`` None: the model's own limit, fitted to the pool.
+
+    ``step_ms``: milliseconds that a step which extends answers should take, chunks of prompts included;
+    0 gives prompts whatever ``max_num_batched_tokens`` leaves.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
+    step_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that an engine is made from."""
+    """All that an engine is made from.
+
+    With ``attn_topk`` or ``topk_planes`` the cache holds what top-k attention needs, in every layer but
+    ``dense_layers``.
+    """
 
     model: str
     cache: CacheConfig = CacheConfig()
@@ -59,3 +68,11 @@ class EngineConfig:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None
+    attn_topk: int = 0  # of requests that do not say; 0 is dense
+    topk_planes: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether a request may ask for top-k attention."""
+        return self.attn_topk > 0 or self.topk_planes

@@ -26,8 +26,9 @@ class EncoderConfig:
 
     ``num_heads`` counts the heads before ``compress_rate`` of them share their projections.
     ``labels`` are the classes of the head, in order, or empty without one; one label is a regression.
-    ``compress_rate`` and ``topk`` are set where the attention is C2PSA. ``pooling`` ("mean" or "cls") and
-    ``normalize`` say what an embedding is.
+    ``compress_rate`` and ``topk`` are set where the attention is C2PSA, ``projected_len`` and
+    ``projected_max`` (the longest text) where it is Linformer's. ``pooling`` ("mean" or "cls") and
+    ``normalize`` say what an embedding is. The dropouts matter in training alone.
     """
 
     family: str
@@ -46,6 +47,11 @@ class EncoderConfig:
     multi_label: bool = False
     compress_rate: int | None = None
     topk: int | None = None
+    projected_len: int | None = None
+    projected_max: int | None = None
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    head_dropout: float = 0.0
     pooling: str = "mean"
     normalize: bool = False
 
@@ -79,8 +85,8 @@ class EncoderConfig:
         positions = config.get("position_embedding_type") or "absolute"
         if positions != "absolute":
             raise UnsupportedModelError(f"position_embedding_type must be 'absolute', got {positions!r:.100}")
-        c2psa = c2psa_fields(config)
-        sizes["num_heads"] = _heads_before_sharing(config, sizes, c2psa.get("compress_rate", 1))
+        attention = _attention(config)
+        sizes["num_heads"] = _heads_before_sharing(config, sizes, attention.get("compress_rate", 1))
         # RoBERTa counts positions from behind its padding token's.
         first = int(config.get("pad_token_id") or 0) + 1 if family == "roberta" else 0
         sentence = SentenceFiles() if sentence is None else sentence
@@ -96,12 +102,13 @@ class EncoderConfig:
             norm_eps=check_number(config.get("layer_norm_eps", 1e-12), "layer_norm_eps"),
             activation=ACTIVATIONS[activation],
             first_position=first,
-            max_tokens=min(most, sentence.max_tokens or most),
+            max_tokens=min(most, sentence.max_tokens or most, attention.get("projected_max", most)),
             labels=_labels(config),
             multi_label=config.get("problem_type") == "multi_label_classification",
             pooling=sentence.pooling,
             normalize=sentence.normalize,
-            **c2psa,
+            **attention,
+            **_dropouts(config, family),
         )
 
 
@@ -144,6 +151,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "architectures": list,
     "hidden_act": str,
     "id2label": dict,
+    "linformer": dict,
     "pad_token_id": int,
 }
 _BERT = {
@@ -173,6 +181,51 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise UnsupportedModelError(f"id2label must number distinct labels from 0, got {labels!r:.100}")
     return tuple(str(name) for name in names)
+
+
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in the place of standard attention.
+
+    ``"c2psa": {"compress_rate": r, "topk": k}``, or ``"linformer": {"projected_len": p, "max_len": n}``.
+    """
+    c2psa, linformer = c2psa_fields(config), config.get("linformer")
+    if c2psa and linformer is not None:
+        raise UnsupportedModelError("config.json may have c2psa or linformer, not both")
+    if linformer is not None:
+        where = "linformer of config.json"
+        sizes = {name: size_of(linformer, key, where) for name, key in _LINFORMER.items()}
+        if sizes["projected_len"] > sizes["projected_max"]:
+            raise UnsupportedModelError(f"projected_len may not be above max_len in {where}")
+        return sizes
+    return dict(c2psa)
+
+
+_LINFORMER = {"projected_len": "projected_len", "projected_max": "max_len"}
+
+
+def _dropouts(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The shares that training drops, under each family's names; the defaults are transformers' own."""
+    attention, hidden, head = _DROPOUTS[family]
+    shares = {"attention_dropout": _share(config, attention, 0.1)}
+    shares["hidden_dropout"] = _share(config, hidden, 0.1)
+    shares["head_dropout"] = _share(config, head, 0.2 if family == "distilbert" else shares["hidden_dropout"])
+    return shares
+
+
+_DROPOUTS = {
+    "bert": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "roberta": ("attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    "distilbert": ("attention_dropout", "dropout", "seq_classif_dropout"),
+}
+
+
+def _share(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise UnsupportedModelError(f"{key} must be at least 0 and less than 1, got {value!r:.100}")
+    return float(value)
 
 
 def _heads_before_sharing(config: Mapping[str, Any], sizes: Mapping[str, int], rate: int) -> int:

@@ -62,6 +62,12 @@ class LLM:
         num_threads: CPU threads; by default the CPUs that the process may use.
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.
+        attn_topk: keys that attention keeps for each query and head, half of them the most recent, in prompts
+            and answers alike; 0 is dense attention. Requests may say otherwise in
+            ``SamplingParams.attn_topk``. Needs "fused" attention and a block size that is a multiple of 16.
+        topk_planes: keep what top-k attention needs in the cache for requests that ask for it, though the
+            engine's own ``attn_topk`` is 0; takes 0.15 (float32) to 0.3 (float16) of K and V's memory.
+        dense_layers: layers, by number from 0, whose attention is dense for everybody.
 
     Raises:
         ValueError: an option out of its range, or a model that cannot be loaded; one sentence each.
@@ -86,6 +92,9 @@ class LLM:
         num_threads: int | None = None,
         seed: int | None = None,
         device: str = "cpu",
+        attn_topk: int = 0,
+        topk_planes: bool = False,
+        dense_layers: Sequence[int] = (),
     ) -> None:
         from octavo.engine.build import build
 
@@ -110,6 +119,9 @@ class LLM:
             device=device,
             num_threads=num_threads,
             seed=seed,
+            attn_topk=attn_topk,
+            topk_planes=topk_planes,
+            dense_layers=tuple(dense_layers) if isinstance(dense_layers, Sequence) else dense_layers,
         )
         self._attach(build(config), config.model)
 

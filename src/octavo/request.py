@@ -16,6 +16,7 @@ MAX_N = 256
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 100.0
+MAX_ATTN_TOPK = 2**20
 #: Below this a temperature is treated as 0 (greedy): dividing by it would overflow float32.
 MIN_TEMPERATURE = 1e-3
 #: Logits are float32: within these bounds nothing that is done to one can overflow.
@@ -75,6 +76,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
         guide: allows only some tokens at each position, a grammar's say.
+        attn_topk: keys that attention keeps a query and head, half of them the most recent, prompt and answer
+            alike; 0 is dense, None is what the engine was started with. Not sampling's ``top_k``.
     """
 
     n: int = 1
@@ -97,6 +100,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
+    attn_topk: int | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -114,6 +118,8 @@ class SamplingParams:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
+        if self.attn_topk is not None:
+            check_int("attn_topk", self.attn_topk, 0, MAX_ATTN_TOPK)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 0)
@@ -210,6 +216,9 @@ class Request:
         arrival: rises by one a request; the lower is the older.
         priority: the lower goes first; ties by arrival.
         cache_salt: requests share cached blocks only under the same salt.
+        attn_topk: the budget of its attention, resolved at admission; 0 is dense.
+        attn_policy: all that decides which keys its attention keeps, in words ("" is dense); requests share
+            cached blocks only under the same policy.
     """
 
     id: int
@@ -223,6 +232,8 @@ class Request:
     arrival: int = 0
     priority: int = 0
     cache_salt: str = ""
+    attn_topk: int = 0
+    attn_policy: str = ""
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
@@ -279,6 +290,38 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttnTopkReport:
+    """What top-k attention left out of a request's computed tokens.
+
+    A row is a query, a head and a layer that is not dense. ``visible_keys`` and ``kept_keys`` are sums over
+    ``rows``. The dropped mass of a row is the share of its softmax that fell on the keys it did not keep, 0
+    to 1; these are upper bounds that are proven, not estimates.
+    """
+
+    attn_topk: int
+    rows: int = 0
+    visible_keys: int = 0
+    kept_keys: int = 0
+    mean_dropped_mass: float = 0.0
+    worst_dropped_mass: float = 0.0
+
+    def plus(
+        self, rows: int, visible: int, kept: int, dropped_sum: float, dropped_max: float
+    ) -> AttnTopkReport:
+        """This report and that of so many more rows."""
+        total = self.rows + rows
+        dropped = self.mean_dropped_mass * self.rows + dropped_sum
+        return AttnTopkReport(
+            attn_topk=self.attn_topk,
+            rows=total,
+            visible_keys=self.visible_keys + visible,
+            kept_keys=self.kept_keys + kept,
+            mean_dropped_mass=dropped / total if total else 0.0,
+            worst_dropped_mass=max(self.worst_dropped_mass, dropped_max),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
     """Times in seconds from ``time.monotonic()``; None where it has not happened yet."""
 
@@ -297,7 +340,8 @@ class RequestOutput:
     nothing comes before it. ``cache_miss_reason`` says where and why the prefix stopped matching.
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
-    unique in the engine; ``label`` is the caller's own name, which several requests may carry.
+    unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
+    is there when the request's attention was not dense.
     """
 
     request_id: str
@@ -311,3 +355,4 @@ class RequestOutput:
     cache_miss_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    attn_topk: AttnTopkReport | None = None

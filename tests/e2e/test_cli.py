@@ -21,11 +21,13 @@ COMMANDS = [
     ["pull"],
     ["models"],
     ["run"],
+    ["train"],
     ["convert"],
     ["bench"],
     ["bench", "attention"],
     ["bench", "throughput"],
     ["bench", "perplexity"],
+    ["bench", "quality"],
     ["bench", "conversion"],
 ]
 

@@ -85,13 +85,22 @@ def prompt_of(loaded: LoadedModel, length: int, seed: int = 0) -> list[int]:
 class Run:
     """An engine on the loaded model, and what each of its steps computed."""
 
-    def __init__(self, loaded: LoadedModel, *, budget: int, num_blocks: int = 1100, caching: bool = True):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        budget: int,
+        num_blocks: int = 1100,
+        caching: bool = True,
+        attn_topk: int = 0,
+    ) -> None:
         config = EngineConfig(
             model="smollm2",
             cache=CacheConfig(block_size=BS, num_blocks=num_blocks, enable_prefix_caching=caching),
             scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=budget),
             attention=loaded.options.attention,
             num_threads=loaded.options.num_threads,
+            attn_topk=attn_topk,
         )
         self.engine: Engine = assemble(config, loaded)
         #: Of each step: prompt -> (start, number of tokens).
@@ -104,8 +113,10 @@ class Run:
 
         self.engine._runner.run = spy  # type: ignore[method-assign]
 
-    def add(self, prompt: list[int], new_tokens: int, priority: int = 0) -> str:
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2)
+    def add(self, prompt: list[int], new_tokens: int, priority: int = 0, attn_topk: int | None = None) -> str:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2, attn_topk=attn_topk
+        )
         return str(self.engine.add_request(prompt, params, priority=priority))
 
     def go(self, num_steps: int | None = None) -> dict[str, RequestOutput]:
@@ -171,12 +182,16 @@ def assert_close(expected: RequestOutput, got: RequestOutput) -> int:
 class Baseline:
     """Each prompt alone, in one chunk, nothing cached; computed once and kept. ``check`` is the law."""
 
-    def __init__(self, path: Path, attention: str = "fused") -> None:
+    def __init__(self, path: Path, attention: str = "fused", attn_topk: int = 0) -> None:
         self.path = path
         self.loaded = open_model(path, attention)
         self.exact = attention == "fused"
-        self._run = Run(self.loaded, budget=UNLIMITED, caching=False)
+        self.attn_topk = attn_topk
+        self._run = self.run(budget=UNLIMITED, caching=False)
         self._known: dict[tuple[int, int], RequestOutput] = {}
+
+    def run(self, **options: int) -> Run:
+        return Run(self.loaded, attn_topk=self.attn_topk, **options)  # type: ignore[arg-type]
 
     def __call__(self, lengths: Sequence[int], new_tokens: int) -> list[RequestOutput]:
         for length in lengths:
@@ -213,7 +228,7 @@ def check_warm(matrix: Matrix, baseline: Baseline) -> None:
     loaded, new = baseline.loaded, matrix.new_tokens
     prompts = [prompt_of(loaded, n) for n in matrix.lengths]
     expected = baseline(matrix.lengths, new)
-    run = Run(loaded, budget=UNLIMITED)
+    run = baseline.run(budget=UNLIMITED)
     for prompt, wanted in zip(prompts, expected, strict=True):
         (cold,) = run.answer([prompt], new)
         baseline.check([wanted], [cold], new)
@@ -238,7 +253,7 @@ def _after(output: RequestOutput, count: int) -> RequestOutput:
 def check_chunks(matrix: Matrix, baseline: Baseline, size: int) -> None:
     lengths = matrix.in_chunks_of(size)
     prompts = [prompt_of(baseline.loaded, n) for n in lengths]
-    run = Run(baseline.loaded, budget=size, caching=False)
+    run = baseline.run(budget=size, caching=False)
     outputs = run.alone(prompts, matrix.new_tokens)
     for prompt in prompts:
         assert len(run.chunks_of(prompt)) == -(-len(prompt) // size)
@@ -251,7 +266,7 @@ def check_company(matrix: Matrix, baseline: Baseline) -> None:
     for group in groups:
         strangers = [prompt_of(baseline.loaded, 5 + 3 * i, seed=2) for i in range(16 - len(group))]
         prompts = [prompt_of(baseline.loaded, n) for n in group] + strangers
-        run = Run(baseline.loaded, budget=8192, caching=False)
+        run = baseline.run(budget=8192, caching=False)
         outputs = run.answer(prompts, matrix.new_tokens)
         assert [len(step) for step in run.steps] == [16] * matrix.new_tokens
         wanted = baseline(group, matrix.new_tokens)
@@ -263,7 +278,7 @@ def check_preempted(matrix: Matrix, baseline: Baseline) -> None:
     for length in matrix.lengths:
         num_blocks = -(-(length + matrix.new_tokens) // BS) + 1
         urgent = prompt_of(baseline.loaded, (num_blocks - 1) * BS + 1, seed=3)
-        run = Run(baseline.loaded, budget=UNLIMITED, num_blocks=num_blocks)
+        run = baseline.run(budget=UNLIMITED, num_blocks=num_blocks)
         wanted = run.add(prompt_of(baseline.loaded, length), matrix.new_tokens, priority=1)
         last = run.go(num_steps=matrix.new_tokens // 2)
         assert len(last[wanted].outputs[0].token_ids) == matrix.new_tokens // 2
@@ -282,7 +297,8 @@ def check_threads(matrix: Matrix, baseline: Baseline) -> None:
     for num_threads in (1, 3):
         loaded = open_model(baseline.path, baseline.loaded.options.attention, num_threads)
         assert loaded.pool.num_threads == num_threads != baseline.loaded.pool.num_threads
-        outputs = Run(loaded, budget=UNLIMITED, caching=False).alone(prompts, matrix.new_tokens)
+        run = Run(loaded, budget=UNLIMITED, caching=False, attn_topk=baseline.attn_topk)
+        outputs = run.alone(prompts, matrix.new_tokens)
         baseline.check(expected, outputs, len(prompts) * matrix.new_tokens)
 
 
@@ -303,6 +319,74 @@ def test_p01_p08_s09_the_same_answer(case: str, baseline: Baseline) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_answer_full_matrix(case: str, baseline: Baseline) -> None:
     CASES[case](FULL, baseline)
+
+
+# ---- top-k attention: the same law, under a budget of keys
+
+
+@pytest.fixture(scope="module")
+def topk_baseline(smollm2_path: Path) -> Baseline:
+    return Baseline(smollm2_path, attn_topk=64)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_answer_under_a_budget_of_keys(case: str, topk_baseline: Baseline) -> None:
+    CASES[case](LIGHT, topk_baseline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_answer_under_a_budget_of_keys_full_matrix(case: str, topk_baseline: Baseline) -> None:
+    CASES[case](FULL, topk_baseline)
+
+
+def test_a_prefix_hit_at_every_offset_within_a_block(topk_baseline: Baseline) -> None:
+    new, length = 4, 400
+    (expected,) = topk_baseline((length,), new)
+    prompt = prompt_of(topk_baseline.loaded, length)
+    for cut in range(320, 320 + BS + 1):
+        run = topk_baseline.run(budget=UNLIMITED)
+        # A cousin that leaves the prompt after `cut` tokens.
+        run.answer([[*prompt[:cut], prompt[cut] + 1]], 1)
+        (got,) = run.answer([prompt], new)
+        assert got.num_cached_tokens == cut
+        topk_baseline.check([expected], [got], new)
+
+
+def test_budgets_that_differ_run_in_one_step_and_share_nothing(topk_baseline: Baseline) -> None:
+    prompt, new = prompt_of(topk_baseline.loaded, 300), 6
+    budgets = (0, 16, 64, 4096)
+    alone = {}
+    for budget in budgets:
+        run = topk_baseline.run(budget=UNLIMITED, caching=False)
+        wanted = run.add(prompt, new, attn_topk=budget)
+        alone[budget] = run.go()[wanted]
+    run = topk_baseline.run(budget=UNLIMITED)
+    ids = {budget: run.add(prompt, new, attn_topk=budget) for budget in budgets}
+    last = run.go()
+    assert len(run.steps) == new, "all of them in each step"
+    for budget, name in ids.items():
+        topk_baseline.check([alone[budget]], [last[name]], new)
+        assert last[name].num_cached_tokens == 0
+    # 4,096 places hold all keys.
+    assert_same_bits(alone[0], alone[4096])
+    assert alone[0].outputs[0].logprobs != alone[16].outputs[0].logprobs
+    name = run.add(prompt, new, attn_topk=32)
+    other = run.go()[name]
+    assert other.num_cached_tokens == 0
+    assert "attn_topk=32" in (other.cache_miss_reason or "")
+
+
+def test_the_report_counts_what_was_kept(topk_baseline: Baseline) -> None:
+    config, length, new = topk_baseline.loaded.config, 150, 3
+    (output,) = topk_baseline((length,), new)
+    report = output.attn_topk
+    assert report is not None
+    positions, rows = length + new - 1, config.num_layers * config.num_heads
+    assert report.rows == positions * rows
+    assert report.visible_keys == rows * sum(p + 1 for p in range(positions))
+    assert report.kept_keys == rows * sum(min(p + 1, 64) for p in range(positions))
+    assert 0.0 < report.mean_dropped_mass < report.worst_dropped_mass <= 1.0
 
 
 SMALL = Matrix((17, 40), 4, {})

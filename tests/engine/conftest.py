@@ -69,9 +69,9 @@ class TinyModel:
             hidden[batch.token_ids == token] = float("nan")
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.head_rows.append(hidden.shape[0])
-        return times(hidden, self.head)
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.head_rows.append(len(rows))
+        return times(hidden[rows], self.head)
 
 
 @pytest.fixture(scope="session")
@@ -108,6 +108,7 @@ class Tiny:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         budget: int = 64,
+        step_ms: int = 0,
         prefix_cache: bool = True,
         eos: Sequence[int] = (EOS,),
         fingerprint: str = "tiny",
@@ -128,6 +129,7 @@ class Tiny:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=max_model_len or block_size * num_blocks,
+            step_ms=step_ms,
         )
         self.scheduler = Scheduler(
             limits,

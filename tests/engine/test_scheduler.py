@@ -397,3 +397,34 @@ def test_s16_nothing_is_left_after_many_requests() -> None:
     assert not scheduler._waiting._put_off
     assert len(scheduler._cache) == stats.cached_blocks
     assert len(scheduler._cache._roots) <= 1
+
+
+# ---- the limit for prompts beside answers
+
+
+def test_prompts_get_no_more_than_the_limit_beside_answers_and_all_without() -> None:
+    model = build(budget=64, num_blocks=128)
+    running = add(model, prompt_of(4), max_tokens=30)
+    model.step(prefill_limit=5)
+    late = add(model, prompt_of(40), max_tokens=2)
+    for done in range(0, 40, 5):
+        output = model.step(prefill_limit=5)
+        assert late.num_computed_tokens == done + 5
+        assert tokens_of(output, running) == 1
+        assert tokens_of(output, late) == 5
+    model.scheduler.finish(running, "abort")
+    model.run()
+    alone = add(model, prompt_of(60), max_tokens=2)
+    assert tokens_of(model.step(prefill_limit=5), alone) == 60
+
+
+def test_a_limit_changes_no_answer() -> None:
+    answers = []
+    for limit in (None, 1, 7):
+        model = build(budget=32, num_blocks=128, block_size=4)
+        model.next_token = lambda request: sum(request.token_ids) % 1000
+        requests = [add(model, [i, 2, 3] * (5 * i + 1), max_tokens=12) for i in range(6)]
+        while model.scheduler.has_unfinished():
+            model.step(prefill_limit=limit)
+        answers.append([request.output_token_ids for request in requests])
+    assert answers[0] == answers[1] == answers[2]

@@ -77,11 +77,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         rest=st.lists(st.integers(0, VOCAB - 1), max_size=5),
         max_tokens=st.integers(0, 12),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
-        salt=st.sampled_from(["", "", "", "a"]),
+        apart=st.sampled_from([("", ""), ("", ""), ("", "k"), ("a", "")]),
         copies=st.sampled_from([1, 1, 3]),
         extra=st.sampled_from([{}, {}, {}, {"prompt_logprobs": 0}, {"ignore_eos": True}, {"min_tokens": 1}]),
     )
-    def add(self, stem, cut, rest, max_tokens, priority, salt, copies, extra) -> None:
+    def add(self, stem, cut, rest, max_tokens, priority, apart, copies, extra) -> None:
         prompt = stem[:cut] + rest
         extra = {k: v for k, v in extra.items() if k != "min_tokens" or max_tokens}
         for seed in range(copies):
@@ -89,7 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt,
                 max_tokens=max_tokens,
                 priority=priority,
-                cache_salt=salt,
+                cache_salt=apart[0],
+                attn_policy=apart[1],
                 eos=(EOS,),
                 seed=seed,
                 **extra,
@@ -102,9 +103,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 with pytest.raises(ValueError):
                     self.scheduler.add(request)
 
-    @rule()
-    def step(self) -> None:
-        self.model.step()
+    @rule(prefill_limit=st.sampled_from([None, 1, 3, 20]))
+    def step(self, prefill_limit: int | None) -> None:
+        self.model.step(prefill_limit=prefill_limit)
 
     @rule(count=st.integers(2, 8))
     def steps(self, count: int) -> None:
@@ -253,7 +254,14 @@ def _trust_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ignore_the_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     original = PrefixCache.chain
-    monkeypatch.setattr(PrefixCache, "chain", lambda self, tokens, salt: original(self, tokens, ""))
+    monkeypatch.setattr(
+        PrefixCache, "chain", lambda self, tokens, salt, policy: original(self, tokens, "", policy)
+    )
+
+
+def _ignore_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrefixCache.chain
+    monkeypatch.setattr(PrefixCache, "chain", lambda self, tokens, salt, policy: original(self, tokens, salt))
 
 
 def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +289,7 @@ def _preempt_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
         _copy_after_write,
         _trust_the_digest,
         _ignore_the_salt,
+        _ignore_the_policy,
         _evict_a_used_block,
         _preempt_the_oldest,
     ],

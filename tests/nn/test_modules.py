@@ -47,6 +47,23 @@ def torch_twin(module: MultiHeadAttention) -> nn.MultiheadAttention:
     return twin
 
 
+@each
+def test_dropout_is_off_in_evaluation_and_right_on_average(name: str) -> None:
+    x = torch.randn(1, 5, D)
+    plain = build(name).eval()
+    module = build(name, dropout=0.3).eval()
+    module.load_state_dict(plain.state_dict())
+    want = plain(x)
+    torch.testing.assert_close(module(x), want, atol=0, rtol=0)
+    with torch.no_grad():
+        runs = torch.stack([module.train()(x) for _ in range(1000)])
+    error = runs.std(0) / len(runs) ** 0.5
+    assert (error > 0).all()
+    assert ((runs.mean(0) - want).abs() < 5 * error).all()
+    with pytest.raises(ValueError, match=r"dropout must be at least 0 and less than 1, got 1\.0"):
+        build(name, dropout=1.0)
+
+
 @pytest.mark.parametrize("materialise", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_mha_equals_torch(materialise: bool, causal: bool) -> None:

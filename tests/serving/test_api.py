@@ -171,6 +171,10 @@ def test_h05_embeddings_without_an_encoder_say_so(server):
     assert error["code"] == "not_supported"
 
 
+def test_the_tokenizer_names_its_own_tokens(server):
+    assert server.http.get("/tokenizer_info").json() == {"eos_token": "<|end|>", "bos_token": None}
+
+
 def test_h06_a_key_is_asked_for_by_default(make_server):
     access = Access(api_keys=("secret", "other"), cors_origins=("https://page.example",))
     server = make_server(access=access)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 
 import httpx
 import pytest
-from http_server import CHAT, COMPLETE, Script, chunks_of, events, of, parsed, until
+from http_server import CHAT, COMPLETE, Script, chunks_of, events, of, parsed, run_offline, until
+
+from octavo.bench.serve_client import Reply, call
+from octavo.request import SamplingParams
 
 
 def test_echo_puts_the_prompt_first_once(server):
@@ -161,3 +165,36 @@ def test_h07_t04_what_does_not_end_in_time_is_aborted(make_server):
     assert rest[-1] == "[DONE]"
     assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "abort"
     server.close()
+
+
+def test_200_streams_at_once_lose_nothing(make_server):
+    """Each client gets every event of its own answer, and nothing of another's."""
+    server = make_server(num_blocks=2048, max_num_seqs=64, budget=256)
+    engine, gate = server.server.engine, threading.Event()
+    bodies = [
+        {"prompt": f"client {i}", "max_tokens": 12 + i % 7, "temperature": 0, "ignore_eos": True}
+        for i in range(200)
+    ]
+
+    async def ask() -> list[Reply]:
+        port = int(server.url.rpartition(":")[2])
+        # The engine stands until all are there.
+        hold = engine.call(lambda _: gate.wait(30))
+        asyncio.run_coroutine_threadsafe(hold, server.server._loop)
+        calls = [
+            asyncio.ensure_future(call(port, "POST", COMPLETE, body | {"stream": True})) for body in bodies
+        ]
+        while engine.num_open < len(bodies):
+            await asyncio.sleep(0.01)
+        gate.set()
+        return await asyncio.gather(*calls)
+
+    replies = asyncio.run(ask())
+    for body, reply in zip(bodies, replies, strict=True):
+        assert reply.done
+        params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True)
+        want = run_offline(server, server.parts.engine.tokenizer.encode(body["prompt"]), params).outputs[0]
+        assert reply.text() == want.text
+        assert reply.chunks()[-1]["choices"][0]["finish_reason"] == "length"
+    until(server.is_idle)
+    server.parts.scheduler.check_invariants()

@@ -46,12 +46,13 @@ class FakeModel:
         self.num_steps = 0
         self.computed: dict[int, int] = {}  # request id -> tokens computed, again after preemption too
         self._history: dict[int, list[int]] = {}
+        self._just_sampled: set[int] = set()
 
     def history(self, request: Request, end: int) -> list[int]:
         """The rows that tokens 0 .. end-1 of a request must have."""
         rows = self._history.setdefault(request.id, [])
         for token in request.token_ids[len(rows) : end]:
-            rows.append(digest(rows[-1] if rows else request.cache_salt, token))
+            rows.append(digest(rows[-1] if rows else (request.cache_salt, request.attn_policy), token))
         return rows[:end]
 
     def read(self, request: Request, end: int) -> list[int | None]:
@@ -84,18 +85,25 @@ class FakeModel:
                 assert self.read(share.request, end) == self.history(share.request, end), "overwritten"
                 if share.samples:
                     sampled[share.request.id] = self.next_token(share.request)
+        self._just_sampled = set(sampled)
         return sampled
 
     def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
             self.rows[copy.dst][: copy.num_rows] = self.rows[copy.src][: copy.num_rows]
 
-    def step(self, between: Callable[[], None] = lambda: None) -> SchedulerOutput:
+    def step(
+        self, between: Callable[[], None] = lambda: None, prefill_limit: int | None = None
+    ) -> SchedulerOutput:
         """One engine step; ``between`` runs after the forward pass and before update()."""
         unfinished = self.scheduler.has_unfinished()
         before = self.scheduler.stats
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(prefill_limit)
         self.scheduler.check_invariants()
+        if prefill_limit is not None and not output.preempted:
+            decodes = [s for s in output.scheduled if s.request.id in self._just_sampled]
+            chunks = [s.num_tokens for s in output.scheduled if s.start + 1 < s.request.num_tokens]
+            assert not decodes or sum(chunks) <= prefill_limit
         assert bool(output.scheduled) == unfinished, "a step without progress"
         assert len({share.request.id for share in output.scheduled}) == len(output.scheduled)
         assert all(share.num_tokens > 0 for share in output.scheduled)
@@ -128,6 +136,7 @@ def make_request(
     max_tokens: int = 4,
     priority: int = 0,
     cache_salt: str = "",
+    attn_policy: str = "",
     eos: tuple[int, ...] = (),
     seed: int = 0,
     **params: object,
@@ -144,6 +153,7 @@ def make_request(
         eos_token_ids=eos,
         priority=priority,
         cache_salt=cache_salt,
+        attn_policy=attn_policy,
         seed=seed,
     )
 

@@ -58,9 +58,9 @@ class Script(TinyModel):
         hidden[:, 0] = batch.positions
         return hidden
 
-    def logits(self, hidden):
-        out = torch.full((hidden.shape[0], engine_fixtures.HEAD_WIDTH), -10.0)
-        for row, position in enumerate(hidden[:, 0].tolist()):
+    def logits(self, hidden, rows):
+        out = torch.full((len(rows), engine_fixtures.HEAD_WIDTH), -10.0)
+        for row, position in enumerate(hidden[rows, 0].tolist()):
             place = int(position) + 1 - self.prompt_length
             token = self.script[place] if 0 <= place < len(self.script) else self.end
             out[row, token] = 10.0

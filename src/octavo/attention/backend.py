@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
-from octavo.kernels import api
+from octavo.kernels import api, fused, topk_paged
 from octavo.kernels.native import ThreadPool
 
 
-class AttentionBackend:
-    """One attention kernel, chosen by name; refuses at construction what it cannot serve."""
+@dataclass(slots=True)
+class TopkStep:
+    """A step in which some sequences have a budget: theirs, and the rest, if any, by the dense kernel.
 
-    def __init__(self, name: str, spec: api.AttentionSpec, pool: ThreadPool) -> None:
+    ``whole`` is the plan of layers that are dense for everybody, made when one is met.
+    """
+
+    meta: api.AttentionMeta
+    topk: topk_paged.Plan
+    rest: fused.Plan | None
+    report: torch.Tensor | None
+    whole: fused.Plan | None = None
+
+
+class AttentionBackend:
+    """One attention kernel, chosen by name; refuses at construction what it cannot serve.
+
+    ``topk``: sequences may have a budget of keys, which needs "fused".
+    """
+
+    def __init__(self, name: str, spec: api.AttentionSpec, pool: ThreadPool, *, topk: bool = False) -> None:
         self.name = name
         self.spec = spec
         self.pool = pool
+        self.topk = topk
         self._kernel = api.get(name)
         reason = self._kernel.why_not(spec)
         if reason is not None:
             raise ValueError(f"attention={name!r} cannot serve this model: {reason}")
+        if topk and name != "fused":
+            raise ValueError(f'attn_topk and topk_planes need attention="fused", got {name!r}')
+        reason = topk_paged.why_not(spec) if topk else None
+        if reason is not None:
+            raise ValueError(reason)
         self._write_kv = getattr(self._kernel, "write_kv", None)
 
     def plan(self, batch: ForwardBatch) -> Any:
         """What this step's layers share. Call once a step."""
         meta = api.AttentionMeta(batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
-        return self._kernel.plan(meta, self.spec, self.pool)
+        if batch.attn_topk is None:
+            return self._kernel.plan(meta, self.spec, self.pool)
+        if not self.topk:
+            raise ValueError(
+                "the batch has sequences with a budget of keys, but the backend was made without topk"
+            )
+        topk = topk_paged.plan(meta, batch.attn_topk, self.spec, self.pool)
+        left_out = topk_paged.dense_now(meta, batch.attn_topk)
+        some = not bool(left_out.all())
+        rest = fused.plan(meta, self.spec, self.pool, left_out=left_out) if some else None
+        return TopkStep(meta, topk, rest, batch.attn_report)
 
     def write(
         self, kv_cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
@@ -41,5 +75,15 @@ class AttentionBackend:
 
     def run(self, q: torch.Tensor, layer: api.KVLayer, plan: Any) -> torch.Tensor:
         """Attention of one layer; ``q`` and the result are ``[num_tokens, num_heads, head_dim]``."""
-        out, _ = self._kernel.attend(q, layer, plan)
+        if not isinstance(plan, TopkStep):
+            out, _ = self._kernel.attend(q, layer, plan)
+            return out
+        if layer.plane is None:
+            if plan.whole is None:
+                plan.whole = fused.plan(plan.meta, self.spec, self.pool)
+            return fused.attend(q, layer, plan.whole)[0]
+        out = torch.empty(q.shape)
+        if plan.rest is not None:
+            fused.attend(q, layer, plan.rest, out)
+        topk_paged.attend(q, layer, plan.topk, out, plan.report)
         return out

@@ -31,7 +31,7 @@ def measure(
     sentence) or ``stopped_s`` (the limit that a run did not keep) where it did not reach its end. A run
     that is stopped leaves its peak memory in ``peak_bytes``.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as said, _sigterm_unwinds():
+    with tempfile.TemporaryFile("w+", errors="replace") as said, sigterm_unwinds():
         child = subprocess.Popen(
             [python, "-P", WORKER],
             stdin=subprocess.PIPE,
@@ -54,7 +54,7 @@ def measure(
 
 
 @contextlib.contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> Iterator[None]:
     """SIGTERM ends this process through its finally clauses: what it started must not outlive it."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
+
+from octavo.kernels import topk_paged
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -14,6 +17,8 @@ class KVCache:
     """K and V of every layer, in blocks.
 
     ``key`` and ``value`` are each ``[num_layers, num_blocks, num_kv_heads, block_size, head_dim]``.
+    Layers in ``plane_layers`` also have a scan plane for top-k attention, ``[num_blocks, num_kv_heads,
+    block_size / 16, bytes]`` uint8, which the attention kernel fills.
     Which block belongs to whom is the block pool's business; this class only moves rows.
     """
 
@@ -27,19 +32,30 @@ class KVCache:
         head_dim: int,
         kv_dtype: str = "float32",
         device: str = "cpu",
+        plane_layers: Sequence[int] = (),
     ) -> None:
         if kv_dtype not in DTYPES:
             raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {kv_dtype!r}")
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         # zeros, not empty: a masked key's weight is exactly 0, but 0 * (garbage NaN) would not be.
-        self.key = _lazy_zeros(shape, kv_dtype).to(device)
-        self.value = _lazy_zeros(shape, kv_dtype).to(device)
+        self.key = _lazy_zeros(shape, DTYPES[kv_dtype]).to(device)
+        self.value = _lazy_zeros(shape, DTYPES[kv_dtype]).to(device)
         self.block_size = block_size
         self._layers = list(zip(self.key.unbind(), self.value.unbind(), strict=True))
+        record = (block_size // topk_paged.RECORD_KEYS, topk_paged.record_bytes(head_dim))
+        planes = (len(plane_layers), num_blocks, num_kv_heads, *record)
+        self.planes = (
+            _lazy_zeros(planes, torch.uint8) if plane_layers else torch.zeros(planes, dtype=torch.uint8)
+        )
+        self._plane_of = dict(zip(plane_layers, self.planes.unbind(), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
         return self._layers[index]
+
+    def plane(self, index: int) -> torch.Tensor | None:
+        """The scan plane of one layer, or None."""
+        return self._plane_of.get(index)
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store this step's rows in layer ``index``.
@@ -57,15 +73,17 @@ class KVCache:
         """Copy the first ``num_rows`` positions of block ``src`` to block ``dst``, in every layer."""
         for cache in (self.key, self.value):
             cache[:, dst, :, :num_rows] = cache[:, src, :, :num_rows]
+        # A span that is not whole is written anew when it is completed.
+        whole = num_rows // topk_paged.RECORD_KEYS
+        self.planes[:, dst, :, :whole] = self.planes[:, src, :, :whole]
 
 
-def _lazy_zeros(shape: tuple[int, ...], kv_dtype: str) -> torch.Tensor:
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose memory the system hands out page by page, as blocks are first written.
 
     Huge pages where the system has them: a block is about as large as a plain page, so reading a
     sequence's blocks would otherwise miss the address cache at every one of them.
     """
-    dtype = DTYPES[kv_dtype]
     memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -73,7 +91,15 @@ def _lazy_zeros(shape: tuple[int, ...], kv_dtype: str) -> torch.Tensor:
 
 
 def bytes_per_block(
-    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, kv_dtype: str
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    kv_dtype: str,
+    plane_layers: int = 0,
 ) -> int:
-    """Bytes that one block takes over all layers, K and V together."""
-    return 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
+    """Bytes that one block takes over all layers, K, V and the planes of ``plane_layers`` layers together."""
+    records = block_size // topk_paged.RECORD_KEYS * topk_paged.record_bytes(head_dim)
+    rows = 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
+    return rows + plane_layers * num_kv_heads * records

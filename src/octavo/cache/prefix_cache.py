@@ -1,9 +1,9 @@
 """Which written blocks can serve another request that starts with the same tokens. Free of torch.
 
-The cache is a forest, one tree a salt. A node is a block whose rows are written; its place in the
-tree is the chain of blocks before it. Full blocks are found by their chain digest; the rest of a
-prefix, shorter than a block, by the sorted order of a node's children. The cache holds no
-reference counts of block tables (the pool does): it counts the chains that pass through a node.
+The cache is a forest, one tree for each salt and attention policy. A node is a block whose rows are
+written; its place in the tree is the chain of blocks before it. Full blocks are found by their chain
+digest; the rest of a prefix, shorter than a block, by the sorted order of a node's children. The cache
+holds no reference counts of block tables (the pool does): it counts the chains that pass through a node.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ PROTECTED_SHARE = 0.8
 #: Bytes of a packed token id. Big-endian, so that the order of bytes is the order of tokens.
 TOKEN_BYTES = 4
 MAX_TOKEN_ID = 2**32 - 1
+#: What the empty attention policy is called.
+DENSE = "attn_topk=0"
+#: A miss is explained by no more policies than this.
+MAX_POLICIES_LOOKED_AT = 4
 
 
 def sha256(data: bytes) -> bytes:
@@ -75,12 +79,14 @@ def _child_key(parent: Node, tokens: bytes) -> bytes:
 class Chain:
     """A request's side of the cache: its tokens, their digests so far, and the nodes it uses.
 
+    Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
     ``path[i]`` is the node that stands for the request's block i. ``broken`` means that no further
     block of this request can be registered.
     """
 
     salt: str
     packed: bytearray
+    policy: str = ""
     digests: list[bytes] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
     broken: bool = False
@@ -133,7 +139,8 @@ class PrefixCache:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._roots: dict[str, Node] = {}
+        self._policies: dict[str, None] = {}
+        self._roots: dict[bytes, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
         self._by_key: dict[bytes, Node] = {}
@@ -165,27 +172,27 @@ class PrefixCache:
 
     # ---- a request's chain
 
-    def chain(self, token_ids: Sequence[int], salt: str) -> Chain:
+    def chain(self, token_ids: Sequence[int], salt: str, policy: str = "") -> Chain:
         """Start a chain. Raises ValueError for a token id that does not fit 32 bits."""
-        return Chain(salt, bytearray(pack(token_ids)), broken=not self.enabled)
+        return Chain(salt, bytearray(pack(token_ids)), policy, broken=not self.enabled)
 
     def digests(self, chain: Chain) -> list[bytes]:
         """The digests of all full blocks of the chain; hashes only what is new."""
         digests, size = chain.digests, self._block_bytes
         for start in range(len(digests) * size, len(chain.packed) - size + 1, size):
-            parent = digests[-1] if digests else self._root_digest(chain.salt)
+            parent = digests[-1] if digests else self._root_digest(_root_name(chain))
             digests.append(self._hash(parent + bytes(chain.packed[start : start + size])))
         return digests
 
-    def _root_digest(self, salt: str) -> bytes:
-        fingerprint, salted = self._fingerprint.encode(), salt.encode("utf-8", "surrogatepass")
-        return self._hash(len(fingerprint).to_bytes(8, "big") + fingerprint + salted)
+    def _root_digest(self, name: bytes) -> bytes:
+        fingerprint = self._fingerprint.encode()
+        return self._hash(len(fingerprint).to_bytes(8, "big") + fingerprint + name)
 
     # ---- match (pure), commit (once)
 
     def match(self, chain: Chain) -> Match:
         """The longest cached prefix of a chain, less than the whole of it. Changes nothing."""
-        node = self._roots.get(chain.salt)
+        node = self._roots.get(_root_name(chain))
         if node is None or not self.enabled:
             return Match()
         # The last token is always computed: its hidden state gives the next one.
@@ -249,7 +256,10 @@ class PrefixCache:
             self._enqueue(node)
 
     def explain(self, chain: Chain, match: Match) -> str:
-        """Why the prefix stopped matching, with the first token that is computed. One salt only."""
+        """Why the prefix stopped matching, with the first token that is computed. One salt only.
+
+        Cached rows of another attention policy are no match, which is said.
+        """
         if not self.enabled:
             return "prefix caching is off"
         first = len(match.nodes) * self.block_size + match.tail_rows
@@ -257,6 +267,12 @@ class PrefixCache:
             return "the prompt is one token (0), which is always computed"
         if first == chain.num_tokens - 1:
             return f"the whole prompt is cached; its last token ({first}) is always computed"
+        other = self._policy_with_more(chain, first)
+        if other is not None:
+            return (
+                f"token {first} is the first computed: what is cached from there on was computed with "
+                f"{other or DENSE}, this request has {chain.policy or DENSE}, and the two share nothing"
+            )
         if first == 0:
             return "no cached block starts with this prefix: token 0 is the first computed"
         if match.tail is not None:
@@ -266,6 +282,15 @@ class PrefixCache:
         if ended:
             return f"nothing cached continues this prefix: token {first} is the first computed"
         return f"token {first} differs from what is cached"
+
+    def _policy_with_more(self, chain: Chain, rows: int) -> str | None:
+        """Another attention policy under which more of these tokens are cached, of the last few in use."""
+        for policy in list(self._policies)[-MAX_POLICIES_LOOKED_AT:]:
+            if policy != chain.policy:
+                match = self.match(Chain(chain.salt, chain.packed, policy))
+                if len(match.nodes) * self.block_size + match.tail_rows > rows:
+                    return policy
+        return None
 
     # ---- registering what was written
 
@@ -280,7 +305,7 @@ class PrefixCache:
         index = len(chain.path)
         digest = self.digests(chain)[index]
         tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
-        parent = chain.path[-1] if chain.path else self._root(chain.salt)
+        parent = chain.path[-1] if chain.path else self._root(chain)
         node = self._by_digest.get(digest)
         if node is None:
             node = self._insert(parent, tokens, block, digest)
@@ -301,7 +326,7 @@ class PrefixCache:
         """
         self._clock += 1
         if tail_block is not None and tail_rows and not chain.broken:
-            parent = chain.path[-1] if chain.path else self._root(chain.salt)
+            parent = chain.path[-1] if chain.path else self._root(chain)
             start = len(chain.path) * self._block_bytes
             tokens = bytes(chain.packed[start : start + tail_rows * TOKEN_BYTES])
             above = self._children.at_or_above(_child_key(parent, tokens))
@@ -319,12 +344,13 @@ class PrefixCache:
         chain.path = []
         chain.broken = not self.enabled
 
-    def _root(self, salt: str) -> Node:
-        root = self._roots.get(salt)
+    def _root(self, chain: Chain) -> Node:
+        name = _root_name(chain)
+        root = self._roots.get(name)
         if root is None:
             self._serial += 1
-            root = Node(self._serial, -1, None, salt.encode("utf-8", "surrogatepass"), None)
-            self._roots[salt] = root
+            root = self._roots[name] = Node(self._serial, -1, None, name, None)
+            self._policies[chain.policy] = None
         return root
 
     def _insert(self, parent: Node, tokens: bytes, block: int, digest: bytes | None) -> Node:
@@ -410,7 +436,7 @@ class PrefixCache:
 
     def _drop_childless_root(self, node: Node) -> None:
         if node.block < 0 and node.num_children == 0:
-            del self._roots[_salt(node)]
+            del self._roots[node.tokens]
 
     # ---- for tests
 
@@ -419,7 +445,7 @@ class PrefixCache:
         nodes = list(self._by_block.values())
         users: Counter[int] = Counter()
         for chain in chains:
-            parent = self._roots.get(chain.salt)
+            parent = self._roots.get(_root_name(chain))
             for node in chain.path:
                 assert node.parent is parent, "a path skips a node"
                 users[node.serial] += 1
@@ -430,7 +456,7 @@ class PrefixCache:
             assert node.users == users[node.serial], "users differ from the paths"
             parent = node.parent
             assert parent is not None
-            above = self._by_block.get(parent.block) if parent.block >= 0 else self._roots.get(_salt(parent))
+            above = self._by_block.get(parent.block) if parent.block >= 0 else self._roots.get(parent.tokens)
             assert above is parent, "a parent was given up before its child"
             assert parent.block < 0 or len(parent.tokens) == self._block_bytes, "a tail has a child"
             assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
@@ -449,8 +475,10 @@ class PrefixCache:
         assert len(self._queued) == len(self._probation) + len(self._protected)
 
 
-def _salt(root: Node) -> str:
-    return root.tokens.decode("utf-8", "surrogatepass")
+def _root_name(chain: Chain) -> bytes:
+    """The name of a chain's tree: no two pairs of policy and salt have the same."""
+    policy = chain.policy.encode()
+    return len(policy).to_bytes(4, "big") + policy + chain.salt.encode("utf-8", "surrogatepass")
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from octavo.cli import bench, convert, models, run, serve
+from octavo.cli import bench, convert, models, run, serve, train
 from octavo.cli.errors import FAILURE, INTERRUPTED, USAGE, CommandError, os_sentence
 
 # typer keeps its base class of usage errors in a private module whose name changed between
@@ -29,6 +29,7 @@ app.command("models")(models.models)
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
+app.command("train")(train.train)
 app.add_typer(bench.app, name="bench")
 
 

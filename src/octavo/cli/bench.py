@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 app = typer.Typer(
-    help="Measure attention, linear layers, scaling, throughput, quality: a table and JSON each."
+    help="Measure attention, linear layers, scaling, throughput, serving, quality: a table and JSON each."
 )
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
 PEERS = Path(".peers")
+CHATS = Path("conversations.jsonl")
 
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
 
@@ -51,6 +52,31 @@ def attention(
             threads=threads or usable_cpus(),
             command=command_line(),
             output=out,
+            rounds=rounds,
+            quick=quick,
+            console=_console(),
+        )
+
+
+@app.command("topk")
+def topk(
+    attn_topk: Annotated[int, typer.Option(min=1, help="Keys kept for each query and head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; dense and exact take turns.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="1,024 keys only, for a quick look.")] = False,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What exact top-k attention costs in decode beside dense attention: time and bytes read."""
+    from octavo.bench.topk import bench_topk
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        bench_topk(
+            threads=threads or usable_cpus(),
+            command=command_line(),
+            output=out,
+            topk=attn_topk,
             rounds=rounds,
             quick=quick,
             console=_console(),
@@ -203,6 +229,99 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
 
 
+@app.command("serve")
+def serve(
+    model: opt.Model = DEFAULT_MODEL,
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+    ] = CHATS,
+    sections: Annotated[
+        str, typer.Option(metavar="NAMES", help="Which to run, separated by commas.")
+    ] = "rates,streams,shares,http,long",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each load.")] = 20.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of offline engine and server in http.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Two values of each, to see that it runs.")] = False,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What people behind HTTP get: times to the first token, gaps between tokens, throughput, goodput.
+
+    rates: chats that arrive at random. streams: so many chats at once. shares: how much of the system prompt
+    all have in common. http: what HTTP costs beside the offline engine. long: a long prompt into 16 answers.
+    """
+    from rich.console import Console
+
+    from octavo.bench import serve as bench
+    from octavo.bench import serve_report
+    from octavo.bench.own_process import sigterm_unwinds
+    from octavo.engine.resources import usable_cpus
+
+    console = Console(stderr=True, soft_wrap=True)
+    with plainly(USAGE):
+        names = _names(sections)
+        bench.check_sections(names)
+        settings = bench.Settings(
+            model=model,
+            data=data,
+            seconds=seconds,
+            repeats=repeats,
+            sections=tuple(names),
+            options=("--threads", str(threads or usable_cpus())),
+            **bench.QUICK if quick else {},
+        )
+    with plainly(), sigterm_unwinds():
+        out.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            settings,
+            report=lambda line: console.print(line, style="dim", markup=False),
+            save=lambda so_far: write_json(out / "serve.json", {"command": command_line()} | so_far),
+        )
+        written = [out / "serve.json"]
+        if serve_report.plot(result, out / "serve.png"):
+            written.append(out / "serve.png")
+    for table in serve_report.tables(result):
+        _console().print(table)
+    print(f"written: {', '.join(map(str, written))}")
+
+
+@app.command("soak")
+def soak(
+    model: opt.Model = DEFAULT_MODEL,
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+    ] = CHATS,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long clients come.")] = 10.0,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 24,
+    out: Out = RESULTS,
+) -> None:
+    """Mixed traffic, clients that hang up and clients that send rubbish; then what is left of it.
+
+    Fails when a block is lost, memory grew, an answer at temperature 0 is not the offline engine's, a call
+    got anything but what it should, or a restart after a kill takes more than 5 seconds.
+    """
+    from rich.console import Console
+
+    from octavo.bench import soak as bench
+    from octavo.bench.own_process import sigterm_unwinds
+
+    console = Console(stderr=True, soft_wrap=True)
+    with plainly(), sigterm_unwinds():
+        out.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            bench.Settings(model=model, data=data, minutes=minutes, num_clients=clients),
+            report=lambda line: console.print(line, style="dim", markup=False),
+        )
+        write_json(out / "soak.json", {"command": command_line()} | result)
+    for sentence in result["faults"]:
+        print(sentence)
+    print(
+        f"{'passed' if result['passed'] else 'FAILED'}: {sum(result['calls'].values())} calls, "
+        f"{result['answers_compared']} answers compared, memory {result['resident_growth']:+.1%}, "
+        f"restart {result['restart_s']} s; written: {out / 'soak.json'}"
+    )
+    raise typer.Exit(0 if result["passed"] else 1)
+
+
 @app.command("perplexity")
 def perplexity(
     model: opt.Model = DEFAULT_MODEL,
@@ -243,6 +362,75 @@ def perplexity(
         write_json(out / "perplexity.json", {"command": command_line()} | result)
     _console().print(bench.table(result))
     print(f"written: {out / 'perplexity.json'}")
+
+
+@app.command("quality")
+def quality(  # noqa: PLR0913  (each argument is an option of the command)
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="A TSV file of labelled texts: label, text, maybe text2.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            metavar="JSON",
+            help="Where the result goes; the runs that it holds already are not run again.",
+        ),
+    ] = RESULTS / "quality.json",
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The encoder that is fine-tuned.")] = "minilm",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention.")] = 3,
+    rows: Annotated[int | None, typer.Option(min=10, help="Rows of the file, drawn at random.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 32,
+    lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate, for all.")] = 1e-4,
+    rates: Annotated[str, typer.Option(metavar="NUMBERS", help="compress_rate of C2PSA.")] = "1,2,4",
+    topks: Annotated[str, typer.Option(metavar="NUMBERS", help="topk of C2PSA.")] = "8,32",
+    projected_len: Annotated[int, typer.Option(min=1, help="Rows of Linformer's keys and values.")] = 32,
+    threads: opt.Threads = None,
+) -> None:
+    """What an attention costs in quality: MHA, Linformer and C2PSA fine-tuned on the same rows.
+
+    A fifth of the rows is held out. Runs with all rows and three seeds take one or two hours on two cores.
+    """
+    from rich.console import Console
+
+    from octavo.bench import quality as bench
+    from octavo.engine.resources import usable_cpus
+
+    console = Console(stderr=True, soft_wrap=True)
+    with plainly():
+        settings = bench.QualitySettings(
+            steps=steps,
+            seeds=seeds,
+            rows=rows,
+            batch_size=batch_size,
+            lr=lr,
+            rates=_numbers(rates),
+            topks=_numbers(topks),
+            projected_len=projected_len,
+            threads=threads or usable_cpus(),
+        )
+        out.parent.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            model,
+            data,
+            settings,
+            found=json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None,
+            report=lambda line: console.print(line, style="dim", markup=False),
+            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
+        )
+    _console().print(bench.table(result))
+    for goal in result["goals"]:
+        print(f"{goal['goal']}: {goal['found']:+.2f}, {'met' if goal['met'] else 'missed'}")
+    print(f"written: {out}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**9 for word in words):
+        raise ValueError(f"expected whole numbers separated by commas, got {text!r:.100}")
+    return tuple(int(word) for word in words)
 
 
 @app.command("conversion")

@@ -37,6 +37,14 @@ def check_size(text: str | None) -> str | None:
     return text
 
 
+def parse_layers(text: str | None) -> tuple[int, ...]:
+    """Layers by number, such as ``0,1``."""
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and len(part) < 6 for part in parts):
+        raise typer.BadParameter(f"expected layers by number such as 0,1, got {text!r:.100}")
+    return tuple(int(part) for part in parts)
+
+
 def check_block_size(value: int) -> int:
     """An option callback that accepts the block sizes of the engine."""
     if not 1 <= value <= 256 or value & (value - 1):
@@ -111,6 +119,22 @@ BlockSize = Annotated[
     typer.Option(
         callback=check_block_size,
         help="Tokens in a block of K and V: a power of two from 1 to 256.",
+        rich_help_panel=ENGINE,
+    ),
+]
+AttnTopk = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Keys that attention keeps for each query and head, half of them the most recent; 0 keeps all.",
+        rich_help_panel=ENGINE,
+    ),
+]
+DenseLayers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LAYERS",
+        help="With --attn-topk: layers that keep all keys, such as 0,1.",
         rich_help_panel=ENGINE,
     ),
 ]

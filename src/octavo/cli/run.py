@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,6 +57,8 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     kv_cache_memory: opt.KVCacheMemory = None,
     block_size: opt.BlockSize = 16,
     max_model_len: opt.MaxModelLen = None,
+    attn_topk: opt.AttnTopk = 0,
+    dense_layers: opt.DenseLayers = None,
 ) -> None:
     """Chat with a model, or answer one --prompt.
 
@@ -88,6 +90,8 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         "kv_cache_memory": kv_cache_memory,
         "max_model_len": max_model_len,
         "num_threads": threads,
+        "attn_topk": attn_topk,
+        "dense_layers": opt.parse_layers(dense_layers),
     }
     start = time.perf_counter()
     llm = load(model, engine)
@@ -161,6 +165,7 @@ def _as_json(answer: Answer, load_s: float) -> dict[str, Any]:
         "num_prompt_tokens": len(output.prompt_token_ids) if output else None,
         "num_cached_tokens": output.num_cached_tokens if output else None,
         "cache_miss_reason": output.cache_miss_reason if output else None,
+        "attn_topk": asdict(output.attn_topk) if output and output.attn_topk else None,
         "timings": {
             "load_s": round(load_s, 4),
             "first_token_s": None if answer.first_token_s is None else round(answer.first_token_s, 4),

@@ -19,6 +19,7 @@ from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from octavo.engine.encoder import EncoderEngine
     from octavo.engine.engine import Engine
     from octavo.serving.server import ServerOptions
 
@@ -201,6 +202,39 @@ SETTINGS = (
         "LENGTH",
         _length,
     ),
+    Setting(
+        "attn_topk",
+        int,
+        0,
+        "Keys that attention keeps for each query and head, unless a request says otherwise; 0 keeps all.",
+        opt.ENGINE,
+        check=NOT_NEGATIVE,
+    ),
+    Setting(
+        "topk_planes",
+        bool,
+        False,
+        "Let requests ask for attn_topk, though it is 0 here; takes up to 0.3 of the memory of K and V.",
+        opt.ENGINE,
+    ),
+    Setting(
+        "dense_layers",
+        str | None,
+        None,
+        "Layers that keep all keys under attn_topk, such as 0,1.",
+        opt.ENGINE,
+        "LAYERS",
+        opt.parse_layers,
+    ),
+    Setting(
+        "step_ms",
+        int,
+        0,
+        "Milliseconds that a step beside answers should take: prompts are cut to it; 0 is no aim.",
+        opt.ENGINE,
+        "MS",
+        NOT_NEGATIVE,
+    ),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", opt.ENGINE),
     Setting(
         "threads",
@@ -290,7 +324,7 @@ def _signature() -> inspect.Signature:
 
 
 def serve(ctx: typer.Context, **values: Any) -> None:
-    """Serve a model over HTTP, to any client of OpenAI's API and to a browser.
+    """Serve a model over HTTP, to any client of OpenAI's API and to a browser; an encoder gives embeddings.
 
     A setting is taken from the command line, else from the environment (OCTAVO_...), else from the --config
     file, else it has its default. SIGTERM or Ctrl-C lets running requests end; a second Ctrl-C does not.
@@ -321,11 +355,11 @@ serve.__signature__ = _signature()  # type: ignore[attr-defined]
 serve.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
 
 
-def _load(values: dict[str, Any]) -> Engine:
+def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
     from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-    from octavo.engine.build import build_engine
+    from octavo.engine.build import build
 
-    return build_engine(
+    return build(
         EngineConfig(
             model=values["model"],
             cache=CacheConfig(
@@ -338,10 +372,14 @@ def _load(values: dict[str, Any]) -> Engine:
                 max_num_seqs=values["max_num_seqs"],
                 max_num_batched_tokens=values["max_num_batched_tokens"],
                 max_model_len=values["max_model_len"],
+                step_ms=values["step_ms"],
             ),
             attention=values["attention"],
             num_threads=values["threads"],
             seed=values["seed"],
+            attn_topk=values["attn_topk"],
+            topk_planes=values["topk_planes"],
+            dense_layers=values["dense_layers"],
         )
     )
 
@@ -378,9 +416,16 @@ def _options(values: dict[str, Any]) -> ServerOptions:
     )
 
 
-def _announce(engine: Engine, options: ServerOptions, seconds: float) -> None:
+def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: float) -> None:
     from octavo.engine.build import isa
+    from octavo.engine.encoder import EncoderEngine
 
+    if isinstance(engine, EncoderEngine):
+        _say(
+            f"{options.models[0]} loaded in {seconds:.1f} s: an encoder with vectors of "
+            f"{engine.config.hidden_size} numbers, texts of up to {engine.config.max_tokens} tokens"
+        )
+        return
     config = engine.config
     blocks, size = config.cache.num_blocks or 0, config.cache.block_size
     tokens = blocks * size

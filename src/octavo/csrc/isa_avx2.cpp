@@ -1,6 +1,5 @@
 // AVX2, FMA and F16C. Compiled with those flags alone, so nothing here may be inline and shared.
-#include "attention.h"
-#include "topk.h"
+#include "topk_rows.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -32,6 +31,33 @@ inline F8 zero_below8(F8 value, F8 x, F8 limit) {
 inline unsigned above8(F8 x, F8 limit) {
     return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_NLE_UQ)));
 }
+
+// Bit i: lane i is not below the limit, or NaN.
+inline unsigned not_below8(F8 x, F8 limit) { return unsigned(_mm256_movemask_ps(_mm256_cmp_ps(x, limit, _CMP_NLT_UQ))); }
+
+// x in the lanes whose bit is set, else 0.
+inline F8 keep8(F8 x, unsigned bits) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(int(bits)), lane);
+    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+}
+
+using I8 = __m256i;     // eight 32-bit integers
+using Codes = __m256i;  // eight pairs of 16-bit integers
+
+inline I8 zero_i8() { return _mm256_setzero_si256(); }
+inline I8 pair_i8(const int16_t* pair) {
+    int32_t both;
+    __builtin_memcpy(&both, pair, 4);
+    return _mm256_set1_epi32(both);
+}
+inline Codes load_codes(const int8_t* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I8 add_products(Codes codes, I8 pair, I8 sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, pair)); }
+inline F8 to_float8(I8 x) { return _mm256_cvtepi32_ps(x); }
+// The float whose bits are the whole part of x.
+inline F8 as_bits8(F8 x) { return _mm256_castsi256_ps(_mm256_cvttps_epi32(x)); }
 
 // 2^n from the low bits of n + kRound.
 inline F8 power_of_two8(F8 t) {
@@ -77,14 +103,17 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 #include "span_kernel.inl"
 #include "rows.inl"
 #include "topk_kernel.inl"
+#include "topk_paged.inl"
 
 const Isa kIsa = {"avx2", span, merge, divide, exp_all, to_half, read_all, &kRows};
 const TopkIsa kTopkIsa = {score, offer, settle, attend, grad, add};
+const PagedTopkIsa kPagedTopkIsa = {scan, sift, limit, prefetch_rows, gather, attend_kept, mass};
 
 }  // namespace
 
 const Isa* avx2_isa() { return &kIsa; }
 const TopkIsa* avx2_topk() { return &kTopkIsa; }
+const PagedTopkIsa* avx2_paged_topk() { return &kPagedTopkIsa; }
 
 }  // namespace octavo
 
@@ -93,6 +122,7 @@ const TopkIsa* avx2_topk() { return &kTopkIsa; }
 namespace octavo {
 const Isa* avx2_isa() { return nullptr; }
 const TopkIsa* avx2_topk() { return nullptr; }
+const PagedTopkIsa* avx2_paged_topk() { return nullptr; }
 }  // namespace octavo
 
 #endif

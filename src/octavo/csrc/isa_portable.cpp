@@ -3,9 +3,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "attention.h"
 #include "half.h"
-#include "topk.h"
+#include "topk_rows.h"
 
 namespace octavo {
 namespace {
@@ -55,6 +54,56 @@ inline unsigned above8(const F8& x, const F8& limit) {
     for (int i = 0; i < 8; ++i) bits |= unsigned(!(x.lane[i] <= limit.lane[i])) << i;
     return bits;
 }
+inline unsigned not_below8(const F8& x, const F8& limit) {
+    unsigned bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= unsigned(!(x.lane[i] < limit.lane[i])) << i;
+    return bits;
+}
+inline F8 keep8(const F8& x, unsigned bits) {
+    return map8([&](int i) { return (bits >> i & 1) != 0 ? x.lane[i] : 0.0f; });
+}
+
+struct I8 {
+    int32_t lane[8];
+};
+struct Codes {
+    int16_t lane[16];
+};
+
+inline I8 zero_i8() { return I8{}; }
+inline I8 pair_i8(const int16_t* pair) {
+    I8 out;
+    for (int i = 0; i < 8; ++i) std::memcpy(&out.lane[i], pair, 4);
+    return out;
+}
+inline Codes load_codes(const int8_t* p) {
+    Codes out;
+    for (int i = 0; i < 16; ++i) out.lane[i] = p[i];
+    return out;
+}
+inline I8 add_products(const Codes& codes, const I8& pair, const I8& sum) {
+    I8 out;
+    for (int i = 0; i < 8; ++i) {
+        int16_t q[2];
+        std::memcpy(q, &pair.lane[i], 4);
+        out.lane[i] = sum.lane[i] + codes.lane[2 * i] * q[0] + codes.lane[2 * i + 1] * q[1];
+    }
+    return out;
+}
+inline F8 to_float8(const I8& x) {
+    return map8([&](int i) { return float(x.lane[i]); });
+}
+
+// The float whose bits are the whole part of x, which is at least 0 and below 2^31.
+inline F8 as_bits8(const F8& x) {
+    return map8([&](int i) {
+        const int32_t bits = int32_t(x.lane[i]);
+        float out;
+        std::memcpy(&out, &bits, 4);
+        return out;
+    });
+}
+
 inline F8 power_of_two8(const F8& t) {
     return map8([&](int i) {
         uint32_t bits;
@@ -104,14 +153,17 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 #include "span_kernel.inl"
 #include "rows.inl"
 #include "topk_kernel.inl"
+#include "topk_paged.inl"
 
 const Isa kIsa = {"portable", span, merge, divide, exp_all, to_half, read_all, &kRows};
 const TopkIsa kTopkIsa = {score, offer, settle, attend, grad, add};
+const PagedTopkIsa kPagedTopkIsa = {scan, sift, limit, prefetch_rows, gather, attend_kept, mass};
 
 }  // namespace
 
 const Isa& portable_isa() { return kIsa; }
 const TopkIsa& portable_topk() { return kTopkIsa; }
+const PagedTopkIsa& portable_paged_topk() { return kPagedTopkIsa; }
 
 bool cpu_has_avx2() {
 #if (defined(__x86_64__) || defined(__i386__)) && (defined(__GNUC__) || defined(__clang__))

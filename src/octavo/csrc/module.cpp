@@ -85,18 +85,25 @@ NB_MODULE(_native, m) {
             "num_threads"_a)
         .def_prop_ro("num_threads", &ThreadPool::num_threads);
 
+    nb::class_<PagedBatch>(m, "PagedBatch")
+        .def(
+            "__init__",
+            [](PagedBatch* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q, int64_t num_seqs,
+               int64_t max_blocks, const Shape& shape) {
+                new (self) PagedBatch(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
+                                      at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape.block_size);
+            },
+            nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a)
+        .def_prop_ro("num_tokens", [](const PagedBatch& batch) { return batch.num_tokens; });
+
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
-            [](AttentionPlan* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q,
-               int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share, ThreadPool& pool,
-               const std::string& isa) {
-                new (self) AttentionPlan(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
-                                         at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape, share,
-                                         pool, choose_isa(isa));
+            [](AttentionPlan* self, const PagedBatch& batch, uintptr_t topk, const Shape& shape, bool share,
+               ThreadPool& pool, const std::string& isa) {
+                new (self) AttentionPlan(batch, at<const int32_t>(topk), shape, share, pool, choose_isa(isa));
             },
-            nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
-            "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 9>())
+            nb::kw_only(), "batch"_a, "topk"_a, "shape"_a, "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 6>())
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
         .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
         .def_prop_ro("keys_read", &AttentionPlan::keys_read)

@@ -47,56 +47,68 @@ const Isa& choose_isa(const std::string& name) {
     return avx512;
 }
 
-AttentionPlan::AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                             int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share,
-                             ThreadPool& pool, const Isa& isa)
-    : shape_(shape),
-      pool_(pool),
-      isa_(isa),
-      group_(shape.num_heads / shape.num_kv_heads),
-      block_shift_(log2_exact(shape.block_size)) {
+PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
+                       int64_t num_seqs, int64_t max_blocks, int block_size) {
     if (cu_seqlens_q[0] != 0) refuse("cu_seqlens_q must start with 0, got " + std::to_string(cu_seqlens_q[0]));
     const auto who = [](int64_t s) { return "sequence " + std::to_string(s); };
     int64_t num_blocks = 0;
-    seqs_.reserve(size_t(num_seqs));
+    seqs.reserve(size_t(num_seqs));
     for (int64_t s = 0; s < num_seqs; ++s) {
         const int64_t q_len = int64_t(cu_seqlens_q[s + 1]) - cu_seqlens_q[s], seq_len = seq_lens[s];
         if (q_len < 0) refuse("cu_seqlens_q must not fall, but it does at " + who(s));
         if (seq_len < q_len)
             refuse(who(s) + " has " + std::to_string(q_len) + " queries but seq_len " + std::to_string(seq_len));
-        const int64_t count = (seq_len + shape.block_size - 1) / shape.block_size;
+        const int64_t count = (seq_len + block_size - 1) / block_size;
         if (count > max_blocks)
             refuse(who(s) + " needs " + std::to_string(count) + " blocks for seq_len " + std::to_string(seq_len) +
                    " but block_table holds " + std::to_string(max_blocks));
-        seqs_.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks});
+        seqs.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks});
         num_blocks += count;
     }
-    num_tokens_ = cu_seqlens_q[num_seqs];
-    blocks_.resize(size_t(num_blocks));
+    num_tokens = cu_seqlens_q[num_seqs];
+    blocks.resize(size_t(num_blocks));
     for (int64_t s = 0; s < num_seqs; ++s) {
-        const int64_t count = (seqs_[size_t(s)].seq_len + shape.block_size - 1) / shape.block_size;
+        const int64_t count = (seqs[size_t(s)].seq_len + block_size - 1) / block_size;
         const int32_t* from = block_table + s * max_blocks;
         int32_t lowest = 0;
         for (int64_t b = 0; b < count; ++b) {
             lowest = std::min(lowest, from[b]);
-            max_block_ = std::max(max_block_, from[b]);
+            max_block = std::max(max_block, from[b]);
         }
         if (lowest < 0) refuse(who(s) + " has block " + std::to_string(lowest) + ", which is negative");
-        std::copy(from, from + count, blocks_.data() + seqs_[size_t(s)].first_block);
+        std::copy(from, from + count, blocks.data() + seqs[size_t(s)].first_block);
     }
+}
+
+void PagedBatch::check_blocks(int64_t num_blocks) const {
+    if (max_block >= num_blocks)
+        refuse("block_table holds block " + std::to_string(max_block) + " but the cache has " +
+               std::to_string(num_blocks) + " blocks");
+}
+
+AttentionPlan::AttentionPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, bool share,
+                             ThreadPool& pool, const Isa& isa)
+    : batch_(batch),
+      shape_(shape),
+      pool_(pool),
+      isa_(isa),
+      group_(shape.num_heads / shape.num_kv_heads),
+      block_shift_(log2_exact(shape.block_size)) {
+    for (size_t s = 0; topk != nullptr && s < batch_.seqs.size(); ++s)
+        if (topk[s] > 0) batch_.seqs[s].q_len = 0;
     if (!share) return;
-    for (int64_t s = 0; s < num_seqs; ++s) {
-        const Sequence& seq = seqs_[size_t(s)];
+    for (int64_t s = 0; s < int64_t(batch_.seqs.size()); ++s) {
+        const Sequence& seq = batch_.seqs[size_t(s)];
         // More rows than a tile holds gain nothing from company.
         if (seq.q_len == 0 || seq.q_len * group_ > kTileRows || seq.seq_len < kSpan) continue;
-        chains_.push_back({s, blocks_.data() + seq.first_block, seq.seq_len / kSpan});
+        chains_.push_back({s, batch_.blocks.data() + seq.first_block, seq.seq_len / kSpan});
     }
     groups_ = find_groups(&chains_, kSpan >> block_shift_);
 }
 
 void AttentionPlan::make_jobs(int64_t window) {
-    for (size_t s = 0; s < seqs_.size(); ++s) {
-        const int64_t rows = seqs_[s].q_len * group_, start = seqs_[s].seq_len - seqs_[s].q_len;
+    for (size_t s = 0; s < batch_.seqs.size(); ++s) {
+        const int64_t rows = batch_.seqs[s].q_len * group_, start = batch_.seqs[s].seq_len - batch_.seqs[s].q_len;
         first_job_.push_back(int64_t(jobs_.size()));
         for (int64_t row0 = 0; row0 < rows; row0 += kTileRows) {
             const int count = int(std::min<int64_t>(kTileRows, rows - row0));
@@ -203,9 +215,7 @@ int64_t AttentionPlan::keys_read() const {
 
 void AttentionPlan::run(const LayerArgs& layer) {
     const std::lock_guard<std::mutex> guard(busy_);
-    if (max_block_ >= layer.num_blocks)
-        refuse("block_table holds block " + std::to_string(max_block_) + " but the cache has " +
-               std::to_string(layer.num_blocks) + " blocks");
+    batch_.check_blocks(layer.num_blocks);
     if (divided_window_ != layer.window) divide_work(layer.window);
     if (items_.empty()) return;
 
@@ -229,7 +239,7 @@ void AttentionPlan::run(const LayerArgs& layer) {
 void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) const {
     const int64_t* parts = parts_.data() + item->first_part;
     const Job& lead = jobs_[size_t(parts[0])];
-    const Sequence& lead_seq = seqs_[size_t(lead.seq)];
+    const Sequence& lead_seq = batch_.seqs[size_t(lead.seq)];
     const int d = shape_.head_dim, rows = item->rows;
     auto take = [&scratch](int64_t floats) {
         float* piece = scratch;
@@ -263,7 +273,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     int64_t position[kTileRows], last = 0;
     for (int64_t part = 0, row = 0; part < item->parts; ++part) {
         const Job& job = jobs_[size_t(parts[part])];
-        const Sequence& seq = seqs_[size_t(job.seq)];
+        const Sequence& seq = batch_.seqs[size_t(job.seq)];
         for (int64_t at = job.row0; at < job.row0 + job.rows; ++at, ++row) {
             query[row] = layer.q + (seq.first_row + at / group_) * layer.q_stride +
                          (int64_t(job.kv_head) * group_ + at % group_) * d;
@@ -299,7 +309,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             highest = std::max(highest, hi[r]);
         }
         item->keys_read += std::max(0, highest - lowest);
-        task.blocks = blocks_.data() + lead_seq.first_block + (base >> block_shift_);
+        task.blocks = batch_.blocks.data() + lead_seq.first_block + (base >> block_shift_);
         task.cold = span == item->span_begin;
         task.next_keys = span + 1 < item->span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
         isa_.span(task);
@@ -342,7 +352,7 @@ void AttentionPlan::finish(const LayerArgs& layer, const Job& job, const float* 
                            const float* acc) const {
     for (int r = 0; r < job.rows; ++r) {
         const int64_t at = job.row0 + r;
-        const int64_t index = (seqs_[size_t(job.seq)].first_row + at / group_) * shape_.num_heads +
+        const int64_t index = (batch_.seqs[size_t(job.seq)].first_row + at / group_) * shape_.num_heads +
                               int64_t(job.kv_head) * group_ + at % group_;
         isa_.divide(acc + int64_t(r) * shape_.head_dim, l[r], shape_.head_dim, layer.out + index * shape_.head_dim);
         if (layer.lse != nullptr) layer.lse[index] = float(double(m[r]) + std::log(double(l[r])));

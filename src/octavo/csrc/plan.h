@@ -41,18 +41,38 @@ struct LayerArgs {
     float* lse;
 };
 
+struct Sequence {
+    int64_t first_row;  // of q
+    int64_t q_len;      // its last queries
+    int64_t seq_len;
+    int64_t first_block;  // in PagedBatch::blocks
+};
+
+// A step's integers, checked and copied.
+struct PagedBatch {
+    // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
+    // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
+    PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q, int64_t num_seqs,
+               int64_t max_blocks, int block_size);
+    // Throws std::invalid_argument if a block lies outside a cache of so many.
+    void check_blocks(int64_t num_blocks) const;
+
+    std::vector<Sequence> seqs;
+    std::vector<int32_t> blocks;
+    int64_t num_tokens = 0;
+    int32_t max_block = -1;
+};
+
 class AttentionPlan {
 public:
-    // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
-    // here and not kept. share: what sequences have in common is read once; it changes no result.
-    // Throws std::invalid_argument, in one sentence, for what cannot be right.
-    AttentionPlan(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                  int64_t num_seqs, int64_t max_blocks, const Shape& shape, bool share, ThreadPool& pool,
+    // topk [num_seqs] or nullptr: sequences with a number above 0 are left out, and their rows of the result
+    // alone. share: what sequences have in common is read once; it changes no result.
+    AttentionPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, bool share, ThreadPool& pool,
                   const Isa& isa);
 
     void run(const LayerArgs& layer);
 
-    int64_t num_tokens() const { return num_tokens_; }
+    int64_t num_tokens() const { return batch_.num_tokens; }
     const Isa& isa() const { return isa_; }
     // Memory that the plan holds for its layers, once one has run.
     int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }
@@ -61,12 +81,6 @@ public:
     int64_t keys_read() const;
 
 private:
-    struct Sequence {
-        int64_t first_row;  // of q
-        int64_t q_len;
-        int64_t seq_len;
-        int64_t first_block;  // in blocks_
-    };
     // Rows row0 .. row0 + rows - 1 of a sequence's (token, head of the group) pairs, one KV head. Its
     // partials are merged in the order of position, whoever computed them.
     struct Job {
@@ -101,15 +115,12 @@ private:
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;
 
+    PagedBatch batch_;
     Shape shape_;
     ThreadPool& pool_;
     const Isa& isa_;
     int group_;
     int block_shift_;
-    int64_t num_tokens_ = 0;
-    int32_t max_block_ = -1;
-    std::vector<Sequence> seqs_;
-    std::vector<int32_t> blocks_;
     std::vector<Chain> chains_;
     std::vector<Group> groups_;
 

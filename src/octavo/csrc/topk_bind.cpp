@@ -10,7 +10,7 @@
 
 #include "plan.h"
 #include "pool.h"
-#include "topk.h"
+#include "topk_paged.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -95,6 +95,49 @@ void bind_topk(nb::module_& m) {
         },
         nb::kw_only(), "shape"_a, "q"_a, "k"_a, "v"_a, "out_grad"_a, "index"_a, "weight"_a, "threshold"_a, "q_grad"_a,
         "k_grad"_a, "v_grad"_a, "pool"_a, "isa"_a);
+
+    nb::class_<TopkPlan>(m, "TopkPlan")
+        .def(
+            "__init__",
+            [](TopkPlan* self, const PagedBatch& batch, uintptr_t topk, const Shape& shape, ThreadPool& pool,
+               const std::string& isa) {
+                new (self) TopkPlan(batch, at<const int32_t>(topk), shape, pool, choose_isa(isa));
+            },
+            nb::kw_only(), "batch"_a, "topk"_a, "shape"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 5>())
+        .def_prop_ro("num_tokens", &TopkPlan::num_tokens)
+        .def_prop_ro("max_topk", &TopkPlan::max_topk)
+        .def_prop_ro("bytes_read", &TopkPlan::bytes_read)
+        .def(
+            "run",
+            [](TopkPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, uintptr_t plane, uintptr_t report,
+               uintptr_t position, uintptr_t dropped) {
+                const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
+                                      num_blocks, scale, window, at<float>(out), at<float>(lse)};
+                const TopkLayerArgs args{layer, at<uint8_t>(plane), at<TopkReport>(report), at<int32_t>(position),
+                                         at<float>(dropped)};
+                nb::gil_scoped_release release;
+                plan.run(args);
+            },
+            nb::kw_only(), "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a,
+            "lse"_a, "plane"_a, "report"_a, "position"_a, "dropped"_a);
+
+    m.attr("RECORD_KEYS") = kRecordKeys;
+    m.attr("REPORT_COLUMNS") = int(sizeof(TopkReport) / sizeof(double));
+    m.def("record_bytes", [](int head_dim) { return record_layout(head_dim).bytes; }, "head_dim"_a);
+
+    // For tests: rows [num_queries, head_dim] against keys [16 num_records, head_dim]; value, bound and score are
+    // [num_queries, 16 num_records].
+    m.def(
+        "scan_bounds",
+        [](uintptr_t q, int num_queries, uintptr_t key, bool half, int num_records, int head_dim, float scale,
+           const std::tuple<uintptr_t, uintptr_t, uintptr_t>& out, const std::string& isa) {
+            scan_bounds(at<const float>(q), num_queries, {at<const void>(key), half, num_records, head_dim, scale},
+                        at<float>(std::get<0>(out)), at<float>(std::get<1>(out)), at<float>(std::get<2>(out)),
+                        choose_isa(isa));
+        },
+        nb::kw_only(), "q"_a, "num_queries"_a, "key"_a, "half"_a, "num_records"_a, "head_dim"_a, "scale"_a, "out"_a,
+        "isa"_a);
 }
 
 }  // namespace octavo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from octavo.config import EngineConfig
 from octavo.request import SamplingParams, is_int
 
 
@@ -37,6 +38,21 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         for token in ids or ():
             if not 0 <= token < vocab_size:
                 raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
+
+
+def resolve_attn_topk(params: SamplingParams, config: EngineConfig) -> tuple[int, str]:
+    """The budget of a request's attention, 0 for dense, and its policy, which names all that decides what is
+    kept. Refuses top-k attention where the cache has no planes for it."""
+    topk = config.attn_topk if params.attn_topk is None else params.attn_topk
+    if topk == 0:
+        return 0, ""
+    if not config.has_planes:
+        raise ValueError(
+            f"attn_topk ({topk}) needs an engine started with attn_topk=K or topk_planes=True "
+            "(--attn-topk K or --topk-planes)"
+        )
+    layers = ",".join(map(str, config.dense_layers))
+    return topk, f"attn_topk={topk}" + (f" dense_layers={layers}" if layers else "")
 
 
 def check_queueing(priority: int, cache_salt: str) -> None:

@@ -25,7 +25,7 @@ from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
-from octavo.request import check_int, is_int
+from octavo.request import MAX_ATTN_TOPK, check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
@@ -156,7 +156,15 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
         head_dim=loaded.config.head_dim,
         kv_dtype=cache.kv_dtype,
         device=config.device,
+        plane_layers=resources.plane_layers(config, loaded.config),
     )
+    if config.has_planes:
+        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.planes.nbytes
+        log.info(
+            "top-k attention: scan planes of %s beside K and V of %s",
+            resources.format_size(planes),
+            resources.format_size(rows),
+        )
     scheduler = Scheduler(
         config.scheduler,
         block_size=cache.block_size,
@@ -236,6 +244,7 @@ def _check(config: EngineConfig) -> None:
     check_int("block_size", cache.block_size, 1, 256)
     check_int("max_num_seqs", limits.max_num_seqs, 1)
     check_int("max_num_batched_tokens", limits.max_num_batched_tokens, 1)
+    check_int("step_ms", limits.step_ms, 0)
     if config.num_threads is not None:
         check_int("num_threads", config.num_threads, 1, MAX_THREADS)
     if cache.num_blocks is not None:
@@ -250,6 +259,13 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
+    check_int("attn_topk", config.attn_topk, 0, MAX_ATTN_TOPK)
+    if not isinstance(config.topk_planes, bool):
+        raise ValueError(f"topk_planes must be True or False, got {config.topk_planes!r:.100}")
+    if not isinstance(config.dense_layers, tuple) or not all(map(is_int, config.dense_layers)):
+        raise ValueError(f"dense_layers must be a list of layers by number, got {config.dense_layers!r:.100}")
+    if config.dense_layers and not config.has_planes:
+        raise ValueError("dense_layers needs attn_topk or topk_planes: without them every layer is dense")
     if config.weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, got {config.weights!r:.100}")
     if config.attention != "fused" and config.weights not in ("auto", "float32"):
@@ -281,4 +297,4 @@ def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) 
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
-    return AttentionBackend(config.attention, spec, pool)
+    return AttentionBackend(config.attention, spec, pool, topk=config.has_planes)

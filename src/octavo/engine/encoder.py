@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,13 +40,38 @@ class EncoderEngine:
         self.tokenizer = tokenizer
         self.device = device
 
-    @torch.inference_mode()
     def embed(self, texts: Sequence[Text], *, truncate: bool = False) -> torch.Tensor:
-        """``[len(texts), hidden_size]`` float32, in the order of the texts.
+        """``[len(texts), hidden_size]`` float32, in the order of the texts; raises as :meth:`encode`."""
+        return self.embed_encoded(self.encode(texts, truncate=truncate))
 
-        Raises ValueError, which names the text, for one that is too long (unless ``truncate``) or no text.
+    @torch.inference_mode()
+    def embed_encoded(self, encoded: Sequence[Encoded]) -> torch.Tensor:
+        """``[len(encoded), hidden_size]`` float32 of what :meth:`encode` gave, in its order."""
+        return self._run(encoded, self.encoder.embed, self.config.hidden_size)
+
+    def encode(self, texts: Sequence[Text | list[int]], *, truncate: bool = False) -> list[Encoded]:
+        """Token ids of texts and of pairs; a list of ids stands for itself, with nothing put around it.
+
+        Raises ValueError, which names the text, for one that is too long (``truncate`` cuts texts, never
+        lists of ids), for an id that the model does not know, and for what is no text.
         """
-        return self._run(texts, self.encoder.embed, truncate, self.config.hidden_size)
+        encoded = []
+        for i, text in enumerate(texts):
+            try:
+                encoded.append(self._encode(text, truncate))
+            except ValueError as error:
+                raise ValueError(f"text {i}: {error}" if len(texts) > 1 else str(error)) from None
+        return encoded
+
+    def _encode(self, text: Any, truncate: bool) -> Encoded:
+        most = self.config.max_tokens
+        if isinstance(text, list) and not any(isinstance(item, str) for item in text):
+            item = self.tokenizer.from_ids(text, max_tokens=most)
+        else:
+            item = self.tokenizer.encode(text, max_tokens=most, truncate=truncate)
+        if max(item.ids) >= self.config.vocab_size:
+            raise ValueError(f"token {max(item.ids)} is not one of the model's {self.config.vocab_size}")
+        return item
 
     @torch.inference_mode()
     def classify(self, texts: Sequence[Text], *, truncate: bool = False) -> list[ClassificationOutput]:
@@ -54,7 +79,7 @@ class EncoderEngine:
         labels = self.config.labels
         if not labels:
             raise ValueError("this checkpoint has no classification head: only embed() works")
-        logits = self._run(texts, self.encoder.classify, truncate, len(labels))
+        logits = self._run(self.encode(texts, truncate=truncate), self.encoder.classify, len(labels))
         if len(labels) > 1:
             logits = logits.sigmoid() if self.config.multi_label else logits.softmax(-1)
         outputs = []
@@ -63,44 +88,48 @@ class EncoderEngine:
             outputs.append(ClassificationOutput(labels[best], row[best], dict(zip(labels, row, strict=True))))
         return outputs
 
-    def _run(self, texts: Sequence[Text], forward: Any, truncate: bool, width: int) -> torch.Tensor:
-        encoded = []
-        for i, text in enumerate(texts):
-            try:
-                item = self.tokenizer.encode(text, max_tokens=self.config.max_tokens, truncate=truncate)
-            except ValueError as error:
-                raise ValueError(f"text {i}: {error}" if len(texts) > 1 else str(error)) from None
-            if max(item.ids) >= self.config.vocab_size:
-                raise ValueError(
-                    f"text {i} has token {max(item.ids)}, the model knows {self.config.vocab_size}"
-                )
-            encoded.append(item)
-        out = torch.empty(len(encoded), width)
-        # By length, so that texts of one length lie side by side and are one attention call.
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids))
-        for members in _batches(order, encoded):
-            batch = self._batch([encoded[i] for i in members])
-            out[torch.tensor(members)] = forward(batch).float().cpu()
-        return out
-
-    def _batch(self, items: list[Encoded]) -> EncoderBatch:
-        lengths = [len(item.ids) for item in items]
-        runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
-        tensor = partial(torch.tensor, device=self.device)
-        first = self.config.first_position
-        two_segments = self.config.type_vocab_size > 1
-        return EncoderBatch(
-            token_ids=tensor([i for item in items for i in item.ids]),
-            positions=tensor([p for length in lengths for p in range(first, first + length)]),
-            segments=tensor([s if two_segments else 0 for item in items for s in item.segments]),
-            runs=runs,
-        )
+    def _run(self, encoded: Sequence[Encoded], forward: Any, width: int) -> torch.Tensor:
+        return in_batches(encoded, self.config, forward, width, self.device)
 
 
-def _batches(order: list[int], encoded: list[Encoded]) -> Iterator[list[int]]:
+def in_batches(
+    encoded: Sequence[Encoded],
+    config: EncoderConfig,
+    forward: Callable[[EncoderBatch], torch.Tensor],
+    width: int,
+    device: str,
+) -> torch.Tensor:
+    """``forward`` on each text, ``[len(encoded), width]`` float32 on the CPU, in the order of the texts."""
+    out = torch.empty(len(encoded), width)
+    for members in batches(encoded):
+        batch = pack([encoded[i] for i in members], config, device)
+        out[torch.tensor(members)] = forward(batch).float().cpu()
+    return out
+
+
+def pack(items: Sequence[Encoded], config: EncoderConfig, device: str) -> EncoderBatch:
+    """Texts as one batch; those of one length should stand side by side."""
+    lengths = [len(item.ids) for item in items]
+    runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
+    tensor = partial(torch.tensor, device=device)
+    first = config.first_position
+    two_segments = config.type_vocab_size > 1
+    return EncoderBatch(
+        token_ids=tensor([i for item in items for i in item.ids]),
+        positions=tensor([p for length in lengths for p in range(first, first + length)]),
+        segments=tensor([s if two_segments else 0 for item in items for s in item.segments]),
+        runs=runs,
+    )
+
+
+def batches(encoded: Sequence[Encoded]) -> Iterator[list[int]]:
+    """Which of ``encoded`` go through the model together: places, each once.
+
+    By length, so that texts of one length lie side by side and are one attention call.
+    """
     batch: list[int] = []
     tokens = 0
-    for i in order:
+    for i in sorted(range(len(encoded)), key=lambda i: len(encoded[i].ids)):
         if batch and tokens + len(encoded[i].ids) > BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
@@ -117,12 +146,18 @@ def is_encoder(checkpoint: Checkpoint) -> bool:
 
 def read_encoder_config(checkpoint: Checkpoint) -> EncoderConfig:
     """From config.json and the files beside it. Raises ValueError for what is not supported."""
-    return EncoderConfig.from_hf(checkpoint.metadata, _sentence_files(checkpoint.path))
+    return EncoderConfig.from_hf(checkpoint.metadata, sentence_files(checkpoint.path))
 
 
 def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
     """Read config, tokenizer and weights. Raises ValueError for what is damaged or not supported."""
     config = read_encoder_config(checkpoint)
+    encoder = load_weights(config, checkpoint, device)
+    return EncoderEngine(encoder.eval(), EncoderTokenizer(checkpoint.path), device)
+
+
+def load_weights(config: EncoderConfig, checkpoint: Checkpoint, device: str = "cpu") -> Encoder:
+    """The encoder that ``config`` describes, in training mode. Raises ValueError where weights do not fit."""
     with torch.device("meta"):
         encoder = Encoder(config)
     weights = sum(parameter.numel() for parameter in encoder.parameters())
@@ -131,12 +166,13 @@ def load_encoder(checkpoint: Checkpoint, device: str = "cpu") -> EncoderEngine:
             f"the config of {checkpoint.path.name} describes a model of {weights} weights, "
             f"but its files have {checkpoint.num_bytes} bytes"
         )
-    encoder = encoder.to_empty(device=device).eval()
+    encoder = encoder.to_empty(device=device)
     load_model(encoder, checkpoint, tied=False, canonical=partial(canonical, config))
-    return EncoderEngine(encoder, EncoderTokenizer(checkpoint.path), device)
+    return encoder
 
 
-def _sentence_files(folder: Path) -> SentenceFiles:
+def sentence_files(folder: Path) -> SentenceFiles:
+    """What sentence-transformers' files in a folder say. Raises ValueError for damaged ones."""
     path = folder / "modules.json"
     if not path.is_file():
         return SentenceFiles()

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.pace import StepPace
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
 from octavo.request import (
+    AttnTopkReport,
     CompletionOutput,
     Logprob,
     Request,
@@ -53,6 +55,7 @@ class _Entry:
     first_token_time: float | None = None
     finished_time: float | None = None
     error: str | None = None
+    attn_report: AttnTopkReport | None = None
 
     @property
     def finished(self) -> bool:
@@ -86,6 +89,8 @@ class Engine:
         self.metrics = EngineMetrics()
         self._runner = runner
         self._scheduler = scheduler
+        seconds, most = config.scheduler.step_ms / 1000, config.scheduler.max_num_batched_tokens
+        self._pace = StepPace(seconds, most) if seconds else None
         self._entries: dict[int, _Entry] = {}
         self._owner: dict[int, tuple[_Entry, _Choice]] = {}
         #: Entries with something new for the caller.
@@ -113,9 +118,12 @@ class Engine:
         admission.check_params(params, self.vocab_size)
         admission.check_queueing(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
+        attn_topk, attn_policy = admission.resolve_attn_topk(params, self.config)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
         entry = _Entry(entry_id, label, prompt, [], time.monotonic())
+        if attn_topk:
+            entry.attn_report = AttnTopkReport(attn_topk=attn_topk)
         if params.prompt_logprobs is not None:
             entry.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
@@ -133,6 +141,8 @@ class Engine:
                 arrival=entry_id,
                 priority=priority,
                 cache_salt=cache_salt,
+                attn_topk=attn_topk,
+                attn_policy=attn_policy,
             )
             choice = _Choice(request, self._detokenizer(ids, params))
             if params.logprobs is not None:
@@ -152,7 +162,7 @@ class Engine:
         which the next step returns, and everything else goes on.
         """
         start = time.monotonic()
-        output = self._scheduler.schedule()
+        output = self._scheduler.schedule(None if self._pace is None else self._pace.limit)
         if output.scheduled:
             self._note_first_scheduled(output, start)
             try:
@@ -161,7 +171,7 @@ class Engine:
             except BaseException:
                 self._drop(output)
                 raise
-            self._note_step(time.monotonic() - start)
+            self._note_step(output, time.monotonic() - start)
         elif self._scheduler.has_unfinished():
             raise RuntimeError("the scheduler found nothing to compute while requests wait")
         touched, self._touched = self._touched, {}
@@ -223,7 +233,11 @@ class Engine:
             if entry.first_scheduled_time is None:
                 entry.first_scheduled_time = now
 
-    def _note_step(self, seconds: float) -> None:
+    def _note_step(self, output: SchedulerOutput, seconds: float) -> None:
+        if self._pace is not None:
+            tokens = [share.num_tokens for share in output.scheduled]
+            num_decodes = tokens.count(1)
+            self._pace.observe(num_decodes, sum(tokens) - num_decodes, seconds)
         stats, metrics = self._scheduler.stats, self.metrics
         metrics.num_steps += 1
         metrics.step_time.observe(seconds)
@@ -240,6 +254,10 @@ class Engine:
         now = time.monotonic()
         for entry, choice in owners:
             request = choice.request
+            report = result.attn_reports.get(request.id)
+            if report is not None and entry.attn_report is not None:
+                counts = int(report.rows), int(report.visible), int(report.kept)
+                entry.attn_report = entry.attn_report.plus(*counts, report.dropped_sum, report.dropped_max)
             if entry.prompt_logprobs is not None:
                 try:
                     for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
@@ -338,6 +356,7 @@ class Engine:
             num_cached_tokens=first.num_cached_tokens or 0,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
+            attn_topk=entry.attn_report,
             metrics=RequestMetrics(
                 arrival_time=entry.arrival_time,
                 first_scheduled_time=entry.first_scheduled_time,

@@ -150,6 +150,14 @@ def check_block_size(size: int) -> None:
         raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
 
 
+def plane_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
+    """The layers whose cache has a plane for top-k attention. Refuses dense layers that do not exist."""
+    for layer in config.dense_layers:
+        if not 0 <= layer < model.num_layers:
+            raise ValueError(f"dense_layers must name layers from 0 to {model.num_layers - 1}, got {layer}")
+    return [i for i in range(model.num_layers) if config.has_planes and i not in config.dense_layers]
+
+
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
     """Settle ``cache.num_blocks`` and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
 
@@ -167,6 +175,7 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
         block_size=size,
         head_dim=model.head_dim,
         kv_dtype=cache.kv_dtype,
+        plane_layers=len(plane_layers(config, model)),
     )
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks

@@ -15,6 +15,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
 from octavo.engine.step import BlockCopy, ScheduledRequest
+from octavo.kernels.topk_paged import Report
 from octavo.request import Logprob, Request
 
 log = logging.getLogger("octavo")
@@ -47,12 +48,15 @@ class StepResult:
     logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    #: Of requests whose attention is not dense.
+    attn_reports: dict[int, Report] = field(default_factory=dict)
 
     def add(self, other: StepResult) -> None:
         self.tokens |= other.tokens
         self.logprobs |= other.logprobs
         self.prompt_logprobs |= other.prompt_logprobs
         self.errors |= other.errors
+        self.attn_reports |= other.attn_reports
 
 
 class Runner:
@@ -109,6 +113,9 @@ class Runner:
         batch = build(scheduled, self.kv_cache.block_size, self.device)
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
+        if batch.attn_report is not None:
+            rows = zip(scheduled, batch.attn_report.tolist(), strict=True)
+            result.attn_reports = {s.request.id: Report(*row) for s, row in rows if s.request.attn_topk}
         for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
             if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
                 self._score_prompt(hidden, first_row, share, result)
@@ -171,6 +178,8 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
     blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
     tokens = [token for share in scheduled for token in _tokens(share)]
+    budgets = [s.request.attn_topk for s in scheduled]
+    has_topk = any(budgets)
     last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
     return ForwardBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -180,6 +189,8 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
         seq_lens=torch.from_numpy(ends).to(device),
         cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
         logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        attn_topk=torch.tensor(budgets, dtype=torch.int32) if has_topk else None,
+        attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
     )
 
 

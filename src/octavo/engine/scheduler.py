@@ -110,7 +110,7 @@ class Scheduler:
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
-            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt),
+            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt, request.attn_policy),
             stop_ids=frozenset(request.params.stop_token_ids or ()),
             # The last token sampled is never computed.
             last_position=max(prompt, most - 1),
@@ -146,8 +146,11 @@ class Scheduler:
 
     # ---- one step
 
-    def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes; never empty while a request is unfinished."""
+    def schedule(self, prefill_limit: int | None = None) -> SchedulerOutput:
+        """Choose what the next step computes; never empty while a request is unfinished.
+
+        ``prefill_limit``: tokens that the step may compute beside those of running answers, if it has any.
+        """
         if self._under_way is not None:
             raise RuntimeError("schedule() was called twice without update()")
         step = StepDraft(self._config.max_num_batched_tokens)
@@ -158,6 +161,8 @@ class Scheduler:
                 chunks.append(entry)
             elif step.budget and request.status is Status.RUNNING:
                 self._schedule_share(entry, step)
+        if prefill_limit is not None and step.scheduled:
+            step.budget = min(step.budget, prefill_limit)
         for entry in chunks:
             self._admit(step, entry.request.priority)
             if step.budget and entry.request.status is Status.RUNNING:
@@ -166,7 +171,7 @@ class Scheduler:
         output = SchedulerOutput(
             tuple(step.scheduled.values()), tuple(step.copies), tuple(step.preempted.values())
         )
-        self._scheduled_tokens += self._config.max_num_batched_tokens - step.budget
+        self._scheduled_tokens += sum(share.num_tokens for share in output.scheduled)
         if output.scheduled:
             self._under_way = output
         return output

@@ -51,13 +51,15 @@ class KVLayer(NamedTuple):
 
     ``key`` and ``value`` are each [num_blocks, num_kv_heads, block_size, head_dim], float32 or
     float16; ``scale`` multiplies q.k; ``window`` is the sliding window in tokens (a query at p sees
-    max(0, p - window + 1) .. p) or None.
+    max(0, p - window + 1) .. p) or None. ``plane`` is the scan plane that top-k attention keeps beside the
+    keys (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     scale: float
     window: int | None = None
+    plane: torch.Tensor | None = None
 
 
 class Kernel(Protocol):

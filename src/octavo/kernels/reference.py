@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
@@ -97,3 +99,31 @@ def topk_attention(
     if normalize == "l2":
         weights = torch.where(some, weights / weights.norm(dim=-1, keepdim=True).clamp_min(1e-30), 0.0)
     return torch.einsum("bhnm,bhmd->bhnd", weights, v)
+
+
+class TopkRow(NamedTuple):
+    """One query and head of paged top-k attention: kept positions in rising order, output, dropped mass."""
+
+    position: torch.Tensor
+    out: torch.Tensor
+    dropped: float
+
+
+def topk_row(scores: torch.Tensor, values: torch.Tensor, first: int, topk: int) -> TopkRow:
+    """The definition, literally, for a row that sees the positions ``first`` and on.
+
+    ``scores`` ``[n]`` float32 are its scaled scores, ``values`` ``[n, head_dim]``. Of the visible keys the
+    last floor(topk / 2) are kept, and of the others the first in a stable sort by falling score. The
+    dropped mass is 1 - (softmax mass of the kept keys / mass of all), in float64.
+    """
+    n = scores.shape[0]
+    others = max(0, n - topk // 2)
+    # A sort puts NaN first, where the selection does too; both zeros are equal.
+    order = torch.sort(scores[:others], descending=True, stable=True).indices
+    kept = torch.cat([order[: topk - topk // 2], torch.arange(others, n)]).sort().values
+    weights = torch.softmax(scores.double(), dim=0)
+    mass = weights[kept].sum()
+    out = (weights[kept] / mass) @ values[kept].double()
+    rest = torch.ones(n, dtype=torch.bool)
+    rest[kept] = False
+    return TopkRow(kept + first, out, float(weights[rest].sum()))

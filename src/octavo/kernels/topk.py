@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from octavo.kernels import topk_native, topk_tiled
+from octavo.kernels import topk_dropout, topk_native, topk_tiled
 from octavo.kernels.topk_spec import Kept, TopkSpec, empty_heads
 
 #: float16 and bfloat16 are computed in float32.
@@ -30,6 +30,7 @@ def topk_attention(  # noqa: PLR0913  (a public signature, as torch's scaled_dot
     scale: float | None = None,
     normalize: str | None = None,
     grad_threshold: float = 0.0,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """Attention of each query to the ``topk`` visible keys with the highest scores.
 
@@ -47,6 +48,8 @@ def topk_attention(  # noqa: PLR0913  (a public signature, as torch's scaled_dot
       so that a row of k equal weights sums to sqrt(k).
     * In the backward pass gradients of scores that are smaller than ``grad_threshold`` count as 0,
       and their keys and queries are left alone.
+    * ``dropout_p`` is the probability that a kept weight is dropped; the others are divided by 1 - dropout_p.
+      The function does so whenever it is above 0, as ``scaled_dot_product_attention`` does.
 
     A row with no visible key gives 0 and passes no gradient. Raises ValueError for what does not fit.
     """
@@ -60,6 +63,15 @@ def topk_attention(  # noqa: PLR0913  (a public signature, as torch's scaled_dot
         )
     if not (0.0 <= grad_threshold < math.inf):
         raise ValueError(f"grad_threshold must be a finite number of at least 0, got {grad_threshold}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and less than 1, got {dropout_p}")
+    if dropout_p > 0.0:
+        if grad_threshold > 0.0:
+            raise ValueError("grad_threshold and dropout_p cannot both be above 0")
+        # Which keys are kept is no differentiable choice; what they weigh is computed anew, with gradients.
+        with torch.no_grad():
+            position = _forward(q, k, v, key_padding_mask, *spec, 0.0, True)[2]
+        return topk_dropout.attend(q, k, v, position, spec, dropout_p)
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     out: torch.Tensor = _forward(q, k, v, key_padding_mask, *spec, grad_threshold, need_grad)[0]
     return out

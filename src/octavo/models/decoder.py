@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary for ``rows`` ``[m]`` int64 of ``hidden``: ``[m, vocab]`` float32."""
+        """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(self.norm(hidden[rows]), head).float()
 

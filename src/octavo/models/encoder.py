@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.encoder_config import EncoderConfig
-from octavo.nn import C2PSA, MultiHeadAttention
+from octavo.nn import C2PSA, LinformerAttention, MultiHeadAttention
 from octavo.nn.attention import Attention
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -44,12 +44,13 @@ class Embeddings(nn.Module):
             nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
         )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, batch: EncoderBatch) -> torch.Tensor:
         x: torch.Tensor = self.word(batch.token_ids) + self.position(batch.positions)
         if self.segment is not None:
             x = x + self.segment(batch.segments)
-        normed: torch.Tensor = self.norm(x)
+        normed: torch.Tensor = self.dropout(self.norm(x))
         return normed
 
 
@@ -64,24 +65,32 @@ class EncoderLayer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
         self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self.activation = ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(self, x: torch.Tensor, runs: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        x = self.attention_norm(x + self.attention.packed(x, runs))
-        out: torch.Tensor = self.mlp_norm(x + self.down_proj(self.activation(self.up_proj(x))))
+        x = self.attention_norm(x + self.dropout(self.attention.packed(x, runs)))
+        change = self.down_proj(self.activation(self.up_proj(x)))
+        out: torch.Tensor = self.mlp_norm(x + self.dropout(change))
         return out
 
 
 class Head(nn.Module):
-    """Classes from the first token's vector: a dense layer, tanh or relu, and the output layer."""
+    """Classes from the first token's vector: a dense layer, tanh or relu, and the output layer.
+
+    In training a share of what the output layer reads is dropped, and in RoBERTa of what the dense one reads.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.out = nn.Linear(config.hidden_size, len(config.labels))
         self.activation = F.relu if config.family == "distilbert" else torch.tanh
+        self.dropout = nn.Dropout(config.head_dropout)
+        self.drops_first = config.family == "roberta"
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.out(self.activation(self.dense(first)))
+        first = self.dropout(first) if self.drops_first else first
+        logits: torch.Tensor = self.out(self.dropout(self.activation(self.dense(first))))
         return logits
 
 
@@ -130,9 +139,13 @@ class Encoder(nn.Module):
 
 def make_attention(config: EncoderConfig) -> Attention:
     """The attention that the checkpoint was made with."""
-    if config.compress_rate is None or config.topk is None:
-        return MultiHeadAttention(config.hidden_size, config.num_heads)
-    return C2PSA(config.hidden_size, config.num_heads, config.compress_rate, config.topk)
+    sizes = (config.hidden_size, config.num_heads)
+    dropout = config.attention_dropout
+    if config.compress_rate is not None and config.topk is not None:
+        return C2PSA(*sizes, config.compress_rate, config.topk, dropout=dropout)
+    if config.projected_len is not None and config.projected_max is not None:
+        return LinformerAttention(*sizes, config.projected_len, config.projected_max, dropout=dropout)
+    return MultiHeadAttention(*sizes, dropout=dropout)
 
 
 def _texts(x: torch.Tensor, runs: tuple[tuple[int, int], ...]) -> Iterator[torch.Tensor]:
@@ -157,7 +170,8 @@ _LAYER = {
     "intermediate.dense": "up_proj",
     "output.dense": "down_proj",
     "output.LayerNorm": "mlp_norm",
-    # DistilBERT's names for the same.
+}
+_DISTILBERT_LAYER = {
     "attention.q_lin": "attention.q_proj",
     "attention.k_lin": "attention.k_proj",
     "attention.v_lin": "attention.v_proj",
@@ -167,6 +181,9 @@ _LAYER = {
     "ffn.lin2": "down_proj",
     "output_layer_norm": "mlp_norm",
 }
+_LAYER_NAMES = _LAYER | _DISTILBERT_LAYER
+# No published checkpoint has these: Linformer's projections along the sequence.
+_PROJECTIONS = ("attention.self.key_mix", "attention.self.value_mix")
 _HEAD = {
     "bert": {"pooler.dense": "head.dense", "classifier": "head.out"},
     "roberta": {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"},
@@ -180,15 +197,40 @@ _NOT_NEEDED = re.compile(r"(cls|lm_head|vocab_\w+|pooler)\..*|embeddings\.positi
 def canonical(config: EncoderConfig, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The encoder's name for a checkpoint's tensor; a name that is not known is passed on, to be reported."""
     short = name.removeprefix(f"{config.family}.")
+    match = _LAYER_NAME.fullmatch(short)
+    if match is not None and match[2] in _PROJECTIONS:
+        yield f"layers.{match[1]}.{match[2].replace('self.', '')}", tensor
+        return
     stem, _, kind = short.rpartition(".")
     kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)
     match = _LAYER_NAME.fullmatch(stem)
     head = _HEAD[config.family] if config.labels else {}
-    if match is not None and match[2] in _LAYER:
-        yield f"layers.{match[1]}.{_LAYER[match[2]]}.{kind}", tensor
+    if match is not None and match[2] in _LAYER_NAMES:
+        yield f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{kind}", tensor
     elif stem.startswith("embeddings.") and stem.removeprefix("embeddings.") in _EMBEDDINGS:
         yield f"embeddings.{_EMBEDDINGS[stem.removeprefix('embeddings.')]}.{kind}", tensor
     elif stem in head:
         yield f"{head[stem]}.{kind}", tensor
     elif _NOT_NEEDED.fullmatch(short) is None:
         yield name, tensor
+
+
+def checkpoint_name(config: EncoderConfig, name: str) -> str:
+    """The inverse of ``canonical``: a parameter's name in a checkpoint of its family with classes."""
+    stem, _, kind = name.rpartition(".")
+    room, _, rest = stem.partition(".")
+    if room == "head":
+        names = {ours: theirs for theirs, ours in _HEAD[config.family].items()}
+        theirs = f"{names[stem]}.{kind}"
+        return f"bert.{theirs}" if theirs.startswith("pooler.") else theirs
+    if room == "embeddings":
+        names = {ours: theirs for theirs, ours in _EMBEDDINGS.items()}
+        return f"{config.family}.embeddings.{names[rest]}.{kind}"
+    number, _, part = rest.partition(".")
+    distil = config.family == "distilbert"
+    tower, parts = ("transformer", _DISTILBERT_LAYER) if distil else ("encoder", _LAYER)
+    start = f"{config.family}.{tower}.layer.{number}"
+    if part == "attention":
+        return f"{start}.attention.self.{kind}"
+    names = {ours: theirs for theirs, ours in parts.items()}
+    return f"{start}.{names[part]}.{kind}"

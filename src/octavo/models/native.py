@@ -67,7 +67,7 @@ class NativeDecoder:
         longest = int(batch.positions.max())
         ropes = [0 if table is None else table.upto(longest).data_ptr() for table in self._tables]
         layers = [
-            KVLayer(*kv_cache.layer(i), self.config.softmax_scale, self.config.window(i))
+            KVLayer(*kv_cache.layer(i), self.config.softmax_scale, self.config.window(i), kv_cache.plane(i))
             for i in range(self.config.num_layers)
         ]
         step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)
@@ -83,7 +83,7 @@ class NativeDecoder:
     __call__ = forward
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Final norm and vocabulary for ``rows`` ``[m]`` int64 of ``hidden``: ``[m, vocab]`` float32."""
+        """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
         self._ready()
         return kernel.logits(self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa)
 

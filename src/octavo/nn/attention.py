@@ -29,14 +29,24 @@ def head_dim_of(d_model: int, num_heads: int) -> int:
 class Attention(nn.Module):
     """Q, K and V projections, one attention that a subclass defines, and the output projection."""
 
-    def __init__(self, d_model: int, heads: Heads, *, causal: bool, bias: bool, checkpoint: bool) -> None:
+    def __init__(
+        self, d_model: int, heads: Heads, *, causal: bool, bias: bool, checkpoint: bool, dropout: float
+    ) -> None:
         super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
         self.d_model, self.causal, self.checkpoint = d_model, causal, checkpoint
+        self.dropout = dropout
         self.num_heads, self.num_kv_heads, self.head_dim = heads
         self.q_proj = nn.Linear(d_model, self.num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(d_model, self.num_kv_heads * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(d_model, self.num_kv_heads * self.head_dim, bias=bias)
         self.out_proj = nn.Linear(self.num_heads * self.head_dim, d_model, bias=bias)
+
+    @property
+    def dropout_now(self) -> float:
+        """The share of attention weights that this call drops: none outside training."""
+        return self.dropout if self.training else 0.0
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None, causal: bool

@@ -34,7 +34,7 @@ class C2PSA(Attention):
     Heads that share their Q, K and V projections give the same output, so sharing is attention with fewer
     heads: Q, K and V have 1/compress_rate of the parameters, and ``out_proj`` brings the
     features back to ``d_model``. Which keys are kept, and ``recent``, ``normalize`` and ``grad_threshold``:
-    see ``octavo.topk_attention``.
+    see ``octavo.topk_attention``. ``dropout`` is the share of kept weights that are dropped in training.
 
     In training the module is checkpointed (``checkpoint=False``: keep everything for the backward
     pass). Raises ValueError for settings that do not fit.
@@ -58,17 +58,23 @@ class C2PSA(Attention):
         grad_threshold: float = 0.0,
         bias: bool = True,
         checkpoint: bool = True,
+        dropout: float = 0.0,
     ) -> None:
         head_dim = head_dim_of(d_model, num_heads)
         groups = num_heads // resolve_compress_rate(num_heads, compress_rate)
         super().__init__(
-            d_model, Heads(groups, groups, head_dim), causal=causal, bias=bias, checkpoint=checkpoint
+            d_model,
+            Heads(groups, groups, head_dim),
+            causal=causal,
+            bias=bias,
+            checkpoint=checkpoint,
+            dropout=dropout,
         )
         self.compress_rate = num_heads // groups
         self.topk, self.recent, self.normalize = topk, recent, normalize
         self.grad_threshold = grad_threshold
         # Settings that cannot be right are refused here, not at the first call.
-        one = torch.zeros(1, 1, 1, 1)
+        one = torch.zeros(1, 1, 1, 1, device="cpu")
         self.attend(one, one, one, None, causal)
 
     def attend(
@@ -85,6 +91,7 @@ class C2PSA(Attention):
             key_padding_mask=padding,
             normalize=self.normalize,
             grad_threshold=self.grad_threshold,
+            dropout_p=self.dropout_now,
         )
 
     def forward(  # type: ignore[override]  # noqa: PLR0913  (torch.nn.MultiheadAttention's own signature)

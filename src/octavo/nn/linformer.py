@@ -14,8 +14,9 @@ class LinformerAttention(Attention):
 
     The two projections E and F (``[projected_len, max_len]``) are shared by all heads; a sequence of n
     tokens uses their first n columns, and padding is left out of the sums. Every projected key mixes
-    all positions, so there is no causal form, and a sequence is at most ``max_len`` long. Raises ValueError
-    for settings and lengths that do not fit.
+    all positions, so there is no causal form, and a sequence is at most ``max_len`` long. ``dropout`` is
+    the share of attention weights that are dropped in training. Raises ValueError for settings and lengths
+    that do not fit.
     """
 
     def __init__(
@@ -28,13 +29,14 @@ class LinformerAttention(Attention):
         *,
         bias: bool = True,
         checkpoint: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         if causal:
             raise ValueError("LinformerAttention cannot be causal: every projected key mixes all positions")
         if not 1 <= projected_len <= max_len:
             raise ValueError(f"projected_len must be between 1 and max_len ({max_len}), got {projected_len}")
         heads = Heads(num_heads, num_heads, head_dim_of(d_model, num_heads))
-        super().__init__(d_model, heads, causal=False, bias=bias, checkpoint=checkpoint)
+        super().__init__(d_model, heads, causal=False, bias=bias, checkpoint=checkpoint, dropout=dropout)
         self.projected_len, self.max_len = projected_len, max_len
         # Variance 1 / projected_len: a random projection of this kind keeps lengths (the paper, section 4).
         self.key_mix = nn.Parameter(torch.randn(projected_len, max_len) * projected_len**-0.5)
@@ -52,4 +54,4 @@ class LinformerAttention(Attention):
         # As a product, so that autocast chooses its type.
         k = torch.matmul(self.key_mix[:, :length], k)
         v = torch.matmul(self.value_mix[:, :length], v)
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_now)

@@ -13,6 +13,7 @@ class MultiHeadAttention(Attention):
 
     ``materialise=True`` computes the n x n scores in plain sight, False with
     ``F.scaled_dot_product_attention``. ``num_kv_heads`` below ``num_heads`` is grouped-query attention.
+    ``dropout`` is the share of attention weights that are dropped in training.
     A row with no visible key gives only the output projection's bias. Raises ValueError for settings that do
     not fit.
     """
@@ -27,13 +28,14 @@ class MultiHeadAttention(Attention):
         materialise: bool = False,
         bias: bool = True,
         checkpoint: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         head_dim = head_dim_of(d_model, num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads={num_heads}, got {num_kv_heads}")
         heads = Heads(num_heads, num_kv_heads, head_dim)
-        super().__init__(d_model, heads, causal=causal, bias=bias, checkpoint=checkpoint)
+        super().__init__(d_model, heads, causal=causal, bias=bias, checkpoint=checkpoint, dropout=dropout)
         self.materialise = materialise
 
     def attend(
@@ -44,16 +46,17 @@ class MultiHeadAttention(Attention):
             k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for x in (k, v))
         square = q.shape[2] == k.shape[2]
         if not self.materialise and padding is None and (not causal or square):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout_now, is_causal=causal)
         visible = _visible(q.shape[2], k, padding, causal)
         if not self.materialise:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=self.dropout_now)
         else:
             scores = q @ k.mT * self.head_dim**-0.5
             if visible is not None:
                 # Not -inf: a row of nothing else would have NaN for its gradient.
                 scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-            out = torch.softmax(scores, dim=-1).to(v.dtype) @ v
+            weights = torch.softmax(scores, dim=-1).to(v.dtype)
+            out = F.dropout(weights, self.dropout_now) @ v
         if padding is None or visible is None:
             return out
         # A row that sees nothing is 0 / 0 or, by the choice of a kernel, a mean of padding.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.staticfiles import StaticFiles
 
-from octavo.engine.engine import Engine
 from octavo.serving import cache_view, logs, metrics, protocol
 from octavo.serving.async_engine import EngineStoppedError
+from octavo.serving.embeddings import Embeddings
 from octavo.serving.errors import ApiError
 from octavo.serving.middleware import ID, SALT, ApiKeys, App, BodyLimit, RequestId
-from octavo.serving.openai import Answer, Caller, OpenAI
+from octavo.serving.openai import OpenAI
+from octavo.serving.service import Answer, Caller, Service
 from octavo.serving.sse import ClientGoneError, EventStream, until_disconnect
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ PAGE_POLICY = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none';
 #: nginx's number for a client that closed its connection; nobody reads the answer.
 CLIENT_CLOSED = 499
 
-_BODIES = {
+_BODIES: dict[str, Any] = {
     "/v1/chat/completions": protocol.ChatRequest,
     "/v1/completions": protocol.CompletionRequest,
     "/v1/embeddings": protocol.EmbeddingRequest,
@@ -53,12 +53,17 @@ class Access:
     body_timeout: float = 30.0
 
 
-def create_app(service: OpenAI, access: Access) -> App:
+def create_app(service: OpenAI | Embeddings, access: Access) -> App:
     """The whole server as an ASGI application."""
     app = FastAPI(title="Octavo", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     _add_error_handlers(app)
     _add_model_routes(app, service)
-    _add_state_routes(app, service, bool(access.api_keys) and not access.shared_cache)
+    _add_state_routes(app, service)
+    if isinstance(service, Embeddings):
+        _add_encoder_routes(app, service)
+    else:
+        _add_decoder_routes(app, service)
+        _add_cache_routes(app, service, bool(access.api_keys) and not access.shared_cache)
     _describe_bodies(app)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     inner: App = BodyLimit(app, max_bytes=access.max_body, seconds=access.body_timeout)
@@ -93,39 +98,75 @@ def _caller(request: Request) -> Caller:
     return Caller(request.scope[ID], request.scope.get(SALT, ""))
 
 
-def _add_model_routes(app: FastAPI, service: OpenAI) -> None:
-    async def answer(
-        request: Request, kind: type[T], ask: Callable[[T, Caller], Awaitable[Answer]]
-    ) -> Response:
-        parsed = await _body(request, kind)
-        found = await until_disconnect(request.receive, _awaited(ask(parsed, _caller(request))))
-        if found.events is not None:
-            return EventStream(found.events, found.on_end)
-        assert found.whole is not None
-        return _json(found.whole)
+async def _answer(request: Request, kind: type[T], ask: Callable[[T, Caller], Awaitable[Answer]]) -> Response:
+    parsed = await _body(request, kind)
+    found = await until_disconnect(request.receive, _awaited(ask(parsed, _caller(request))))
+    if found.events is not None:
+        return EventStream(found.events, found.on_end)
+    assert found.whole is not None
+    return _json(found.whole)
 
+
+def _refuse(app: FastAPI, service: Service, paths: Sequence[str], what: str) -> None:
+    """Routes that the served model is of the wrong kind for; ``what`` says of which it is."""
+
+    def add(path: str) -> None:
+        @app.post(path, name=path.rpartition("/")[2], response_class=Response)
+        async def refuse(request: Request) -> Response:
+            """Refused: the model that is served is of another kind."""
+            model = service.check_model((await _body(request, _BODIES[path])).model)
+            raise ApiError(f"{model} {what}", 501, param="model", code="not_supported")
+
+    for path in paths:
+        add(path)
+
+
+def _add_decoder_routes(app: FastAPI, service: OpenAI) -> None:
     @app.post("/v1/chat/completions", response_class=Response)
     async def chat(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, protocol.ChatRequest, service.chat)
+        return await _answer(request, protocol.ChatRequest, service.chat)
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(request: Request) -> Response:
         """Continue one text or several."""
-        return await answer(request, protocol.CompletionRequest, service.complete)
+        return await _answer(request, protocol.CompletionRequest, service.complete)
 
+    @app.get("/tokenizer_info", response_class=Response)
+    async def tokenizer_info() -> Response:
+        """The tokenizer's own tokens, by their text."""
+        return _json(service.tokenizer_info())
+
+    _refuse(
+        app,
+        service,
+        ["/v1/embeddings"],
+        "generates text; embeddings need an encoder model, and this server has none",
+    )
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+def _add_encoder_routes(app: FastAPI, service: Embeddings) -> None:
     @app.post("/v1/embeddings", response_class=Response)
     async def embeddings(request: Request) -> Response:
-        """Refused: the model that is served generates text."""
-        parsed = await _body(request, protocol.EmbeddingRequest)
-        model = service.check_model(parsed.model)
-        raise ApiError(
-            f"{model} generates text; embeddings need an encoder model, and this server has none",
-            501,
-            param="model",
-            code="not_supported",
-        )
+        """Vectors of texts."""
+        return await _answer(request, protocol.EmbeddingRequest, service.embed)
 
+    what = "is an encoder and writes no text; this server answers POST /v1/embeddings"
+    _refuse(app, service, ["/v1/chat/completions", "/v1/completions"], what)
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/v1/cache", response_class=Response)
+    @app.delete("/v1/cache", response_class=Response)
+    async def nothing(request: Request) -> Response:
+        """Refused: an encoder has no chat and no KV cache."""
+        raise ApiError(f"{service.models[0]} {what}", 501, code="not_supported")
+
+
+def _add_model_routes(app: FastAPI, service: OpenAI | Embeddings) -> None:
     @app.post("/tokenize", response_class=Response)
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or a conversation."""
@@ -151,12 +192,8 @@ async def _awaited(call: Awaitable[T]) -> T:
     return await call
 
 
-def _add_state_routes(app: FastAPI, service: OpenAI, tenants: bool) -> None:
+def _add_state_routes(app: FastAPI, service: OpenAI | Embeddings) -> None:
     engine = service.engine
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
@@ -176,13 +213,11 @@ def _add_state_routes(app: FastAPI, service: OpenAI, tenants: bool) -> None:
     async def prometheus() -> Response:
         """For Prometheus."""
 
-        def snapshot(it: Engine) -> metrics.Snapshot:
-            return metrics.Snapshot(
-                copy.deepcopy(it.metrics), it.scheduler_stats, engine.num_open, engine.draining
-            )
+        return Response(await service.render_metrics(), media_type=metrics.CONTENT_TYPE)
 
-        text = metrics.render(await engine.call(snapshot), service.models[0])
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+
+def _add_cache_routes(app: FastAPI, service: OpenAI, tenants: bool) -> None:
+    engine = service.engine
 
     @app.get("/v1/cache", response_class=Response)
     async def cache(request: Request) -> Response:

@@ -50,6 +50,7 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
         "repetition_penalty": request.repetition_penalty,
         "stop_token_ids": request.stop_token_ids,
         "min_tokens": request.min_tokens,
+        "attn_topk": request.attn_topk,
     }
     fields = {name: value for name, value in given.items() if value is not None}
     try:
@@ -66,8 +67,6 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
 
 def refuse_what_is_missing(request: Sampling) -> None:
     """Parameters that OpenAI or other engines have and this one has not."""
-    if request.attn_topk is not None:
-        raise ApiError("attn_topk is not available on this server: attention is exact", param="attn_topk")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream: true", param="stream_options")
 
@@ -155,23 +154,21 @@ def check_choices(num_prompts: int, n: int, max_open: int) -> None:
         )
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a ``/v1/completions`` call: text or ids, one or several. Looks at types only."""
+def split_prompts(prompt: Any, param: str = "prompt", most: int = MAX_CHOICES) -> list[str | list[int]]:
+    """The texts of a call, each as text or ids, one or several; at most ``most``. Looks at types only."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError("prompt is an empty list: give text or token ids", param="prompt")
+        raise ApiError(f"{param} is an empty list: give text or token ids", param=param)
     if all(type(item) is int for item in prompt):
         return [prompt]
-    if len(prompt) > MAX_CHOICES:
-        raise ApiError(
-            f"prompt holds {len(prompt)} prompts; at most {MAX_CHOICES} are allowed", param="prompt"
-        )
+    if len(prompt) > most:
+        raise ApiError(f"{param} holds {len(prompt)} {param}s; at most {most} are allowed", param=param)
     for index, item in enumerate(prompt):
         if not isinstance(item, str) and not (
             isinstance(item, list) and all(type(token) is int for token in item)
         ):
-            raise ApiError(f"prompt[{index}] must be text or a list of token ids", param=f"prompt[{index}]")
+            raise ApiError(f"{param}[{index}] must be text or a list of token ids", param=f"{param}[{index}]")
     checked: list[str | list[int]] = prompt
     return checked
 

@@ -66,18 +66,15 @@ class RequestLog:
 
     def prompts(self, prompts: Sequence[Prompt]) -> None:
         """What to log of the prompts; nothing, unless the server was told to."""
-        self._prompts = [prompt.text if prompt.text is not None else prompt.token_ids for prompt in prompts]
+        self.texts([prompt.text if prompt.text is not None else prompt.token_ids for prompt in prompts])
+
+    def texts(self, texts: Sequence[str | list[int]]) -> None:
+        """As :meth:`prompts`, of texts and token ids."""
+        self._prompts = list(texts)
 
     def end(self, outputs: Sequence[RequestOutput], error: BaseException | None) -> None:
-        """Write the line, once."""
-        if self._done:
-            return
-        self._done = True
-        if isinstance(error, ApiError):
-            error.logged = True
+        """Write the line of generated answers, once."""
         fields: dict[str, Any] = {
-            "id": self._id,
-            "status": _status(error),
             "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
             "cached_tokens": sum(output.num_cached_tokens for output in outputs),
             "output_tokens": sum(len(c.token_ids) for output in outputs for c in output.outputs),
@@ -85,16 +82,26 @@ class RequestLog:
                 sorted({c.finish_reason or "abort" for output in outputs for c in output.outputs})
             ),
             **_times(outputs),
-            "total_s": round(time.monotonic() - self._start, 4),
         }
         preemptions = sum(output.metrics.num_preemptions for output in outputs if output.metrics)
         if preemptions:
             fields["preemptions"] = preemptions
+        self.end_of(fields, error)
+
+    def end_of(self, fields: dict[str, Any], error: BaseException | None) -> None:
+        """Write the line with ``fields``, once."""
+        if self._done:
+            return
+        self._done = True
+        line = {"id": self._id, "status": _status(error), **fields}
+        line["total_s"] = round(time.monotonic() - self._start, 4)
+        if isinstance(error, ApiError):
+            error.logged = True
         if isinstance(error, ApiError) and error.code is not None:
-            fields["code"] = error.code
+            line["code"] = error.code
         if self._prompts:
-            fields["prompts"] = self._prompts
-        _log.info("request", **fields)
+            line["prompts"] = self._prompts
+        _log.info("request", **line)
 
 
 def _times(outputs: Sequence[RequestOutput]) -> dict[str, float]:

@@ -30,17 +30,72 @@ class Snapshot:
     draining: bool
 
 
-def render(snapshot: Snapshot, model: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class EncoderSnapshot:
+    """An encoder at one moment."""
+
+    tokens: int
+    texts: int
+    step_time: Histogram
+    num_open: int
+    draining: bool
+
+
+def render(snapshot: Snapshot | EncoderSnapshot, model: str) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(snapshot, model))
+    if isinstance(snapshot, Snapshot):
+        registry.register(_EngineCollector(snapshot, model))
+    else:
+        registry.register(_EncoderCollector(snapshot, model))
     return generate_latest(registry)
 
 
-class _Collector(Collector):
-    def __init__(self, snapshot: Snapshot, model: str) -> None:
-        self._snapshot = snapshot
+class _Families:
+    """Families with the model's name on them."""
+
+    def __init__(self, model: str) -> None:
         self._model = model
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        buckets, so_far = [], 0
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, histogram.counts, strict=True):
+            so_far += count
+            buckets.append((bound, so_far))
+        family = HistogramMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model], buckets, histogram.total)
+        return family
+
+
+class _EncoderCollector(_Families, Collector):
+    def __init__(self, snapshot: EncoderSnapshot, model: str) -> None:
+        super().__init__(model)
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterable[Metric]:
+        it = self._snapshot
+        yield self._gauge("octavo:calls_open", "Calls that clients wait for.", it.num_open)
+        yield self._gauge("octavo:draining", "1 while the server shuts down.", int(it.draining))
+        yield self._counter("octavo:prompt_tokens", "Tokens of embedded texts.", it.tokens)
+        yield self._counter("octavo:texts", "Embedded texts.", it.texts)
+        yield self._histogram("octavo:step_seconds", "Seconds a forward pass.", it.step_time)
+
+
+class _EngineCollector(_Families, Collector):
+    def __init__(self, snapshot: Snapshot, model: str) -> None:
+        super().__init__(model)
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
         yield from self._shared("octavo")
@@ -104,23 +159,3 @@ class _Collector(Collector):
         for reason in ("stop", "length", "abort", "error"):
             success.add_metric([self._model, reason], engine.finished.get(reason, 0))
         yield success
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        buckets, so_far = [], 0
-        bounds = [*map(str, histogram.bounds), "+Inf"]
-        for bound, count in zip(bounds, histogram.counts, strict=True):
-            so_far += count
-            buckets.append((bound, so_far))
-        family = HistogramMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model], buckets, histogram.total)
-        return family

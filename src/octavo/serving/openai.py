@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import copy
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
+from octavo.engine.engine import Engine
 from octavo.request import RequestOutput, SamplingParams
-from octavo.serving import grammar, inputs
+from octavo.serving import grammar, inputs, metrics
 from octavo.serving.answers import ChatForm, Chunks, CompletionForm, Form, Head, whole
 from octavo.serving.async_engine import AsyncEngine, EngineStoppedError, QueueFullError, Stream
 from octavo.serving.errors import ApiError
@@ -26,37 +24,9 @@ from octavo.serving.protocol import (
     Sampling,
     TokenizeRequest,
 )
+from octavo.serving.service import RETRY_AFTER, Answer, Caller, Service, encode, time_limit, without_paths
 from octavo.serving.tools import CLOSE
 from octavo.tokenizer import Tokenizer
-
-T = TypeVar("T")
-
-#: Seconds after which a client that was told that the queue is full may try again.
-RETRY_AFTER = "1"
-
-_encode = msgspec.json.Encoder().encode
-_PATH = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who asks. ``salt`` keeps the callers' cached blocks apart; "" is shared by all without a key."""
-
-    request_id: str
-    salt: str = ""
-
-    def salted(self, own: str | None) -> str:
-        """The cache salt of a request that asks for ``own``."""
-        return f"{self.salt}:{own}" if own is not None else self.salt
-
-
-@dataclass(slots=True)
-class Answer:
-    """The whole object, or the events of a stream; ``on_end`` must be called when that is over."""
-
-    whole: bytes | None = None
-    events: AsyncIterator[bytes] | None = None
-    on_end: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -80,8 +50,8 @@ class _Call:
         return [self.outputs[place] for place in sorted(self.outputs)]
 
 
-class OpenAI:
-    """The service behind the routes. ``models`` are the names under which the model is served."""
+class OpenAI(Service):
+    """The service behind the routes of a server whose model writes text."""
 
     def __init__(
         self,
@@ -95,49 +65,27 @@ class OpenAI:
         log_prompts: bool = False,
         tokenizer_threads: int = 2,
     ) -> None:
+        super().__init__(models=models, max_model_len=max_model_len, tokenizer_threads=tokenizer_threads)
         self.engine = engine
         self.tokenizer = tokenizer
-        self.models = tuple(models)
-        self.max_model_len = max_model_len
-        self.created = int(time.time())
         self._grammars = grammars
         self._timeout = request_timeout
         self._log_prompts = log_prompts
-        self._pool = ThreadPoolExecutor(tokenizer_threads, thread_name_prefix="octavo-tokenizer")
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
         self._grammars.close()
 
-    def check_model(self, name: str | None) -> str:
-        """The served name. Raises ApiError (404) for any other; no name means the one that is served."""
-        if name is None:
-            return self.models[0]
-        if name not in self.models:
-            raise ApiError(
-                f"the model {name!r:.100} is not served here; this server has {', '.join(self.models)}",
-                404,
-                param="model",
-                code="model_not_found",
+    async def render_metrics(self) -> bytes:
+        """``GET /metrics``."""
+        engine = self.engine
+
+        def snapshot(it: Engine) -> metrics.Snapshot:
+            return metrics.Snapshot(
+                copy.deepcopy(it.metrics), it.scheduler_stats, engine.num_open, engine.draining
             )
-        return name
 
-    def list_models(self) -> bytes:
-        """``GET /v1/models``."""
-        return _encode({"object": "list", "data": [self._model(name) for name in self.models]})
-
-    def describe_model(self, name: str) -> bytes:
-        """``GET /v1/models/{name}``."""
-        return _encode(self._model(self.check_model(name)))
-
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "octavo",
-            "max_model_len": self.max_model_len,
-        }
+        return metrics.render(await engine.call(snapshot), self.models[0])
 
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """``POST /tokenize``."""
@@ -152,16 +100,27 @@ class OpenAI:
         else:
             text, add = request.prompt or "", None if request.add_special_tokens else False
             inputs.check_length(len(text), self.max_model_len)
-            ids = await self._in_thread(lambda: self.tokenizer.encode(text, add_bos=add))
-        return _encode({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+            ids = await self.in_thread(lambda: self.tokenizer.encode(text, add_bos=add))
+        return encode({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+
+    def tokenizer_info(self) -> bytes:
+        """``GET /tokenizer_info``: the texts of the tokens that end and begin a prompt, null without one."""
+        ids = self.tokenizer.eos_token_ids
+        bos = self.tokenizer.bos_token_id
+        return encode(
+            {
+                "eos_token": self.tokenizer.id_to_text(ids[0]) if ids else None,
+                "bos_token": None if bos is None else self.tokenizer.id_to_text(bos),
+            }
+        )
 
     async def detokenize(self, request: DetokenizeRequest) -> bytes:
         """``POST /detokenize``."""
         self.check_model(request.model)
-        text = await self._in_thread(
+        text = await self.in_thread(
             lambda: self.tokenizer.decode(request.tokens, request.skip_special_tokens)
         )
-        return _encode({"prompt": text})
+        return encode({"prompt": text})
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> Answer:
         """``POST /v1/completions``."""
@@ -169,7 +128,7 @@ class OpenAI:
         params = inputs.completion_params(request)
         given = inputs.split_prompts(request.prompt)
         inputs.check_choices(len(given), params.n, self.engine.max_open)
-        prompts = await self._in_thread(
+        prompts = await self.in_thread(
             lambda: [inputs.encode_prompt(self.tokenizer, item, self.max_model_len) for item in given]
         )
         form = CompletionForm(
@@ -222,7 +181,7 @@ class OpenAI:
             return params
         if request.ignore_eos:
             raise ApiError(f"ignore_eos and {param} exclude each other", param="ignore_eos")
-        guide = await self._in_thread(lambda: self._grammars.guide(wanted, param))
+        guide = await self.in_thread(lambda: self._grammars.guide(wanted, param))
         return replace(params, guide=guide)
 
     # ---- the one path of both
@@ -245,20 +204,20 @@ class OpenAI:
                     events=self._events(call, chunks, deadline),
                     on_end=lambda: self._end(call, asyncio.CancelledError()),
                 )
-            async with _limit(deadline, self._timeout):
+            async with time_limit(deadline, self._timeout):
                 async for place, output in merge(call.streams):
                     call.take(place, output)
         except BaseException as error:
             self._end(call, error)
             raise
         self._end(call, None)
-        return Answer(whole=_encode(whole(call.form, call.head, call.in_order)))
+        return Answer(whole=encode(whole(call.form, call.head, call.in_order)))
 
     async def _events(self, call: _Call, chunks: Chunks, deadline: float) -> AsyncIterator[bytes]:
         """Server-sent events. An error becomes an event of its own, and then the stream ends."""
         failure: BaseException | None = None
         try:
-            async with _limit(deadline, self._timeout):
+            async with time_limit(deadline, self._timeout):
                 async for place, output in merge(call.streams):
                     events = [_event(chunk) for chunk in chunks.of(place, output)]
                     if events:
@@ -318,45 +277,13 @@ class OpenAI:
         return Head(id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind)
 
     async def _chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Prompt:
-        return await self._in_thread(
+        return await self.in_thread(
             lambda: inputs.encode_chat(self.tokenizer, messages, self.max_model_len, **variables)
         )
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function)
-        except ValueError as error:
-            raise ApiError(str(error)) from None
-
-
-def without_paths(sentence: str) -> str:
-    """An engine's sentence without the server's file names."""
-    return _PATH.sub("...", sentence)
-
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(chunk) + b"\n\n"
-
-
-class _limit:
-    """``async with``: an ApiError (408) when the call takes longer than the server allows."""
-
-    def __init__(self, deadline: float, seconds: float) -> None:
-        self._timer = asyncio.timeout_at(deadline)
-        self._seconds = seconds
-
-    async def __aenter__(self) -> None:
-        await self._timer.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self._timer.__aexit__(*error)
-        except TimeoutError:
-            raise ApiError(
-                f"the request took longer than the {self._seconds:g} s that this server allows",
-                408,
-                code="timeout",
-            ) from None
+    return b"data: " + encode(chunk) + b"\n\n"
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, RequestOutput]]:

@@ -121,12 +121,16 @@ class ChatRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """``POST /v1/embeddings``."""
+    """``POST /v1/embeddings``. ``input``: text, token ids (taken as they are), or a list of either.
+
+    ``truncate`` is ours: cut texts that are too long.
+    """
 
     model: str | None = None
     input: str | list[Any]
     encoding_format: str = "float"
     dimensions: int | None = None
+    truncate: bool = False
     user: str | None = None
 
 

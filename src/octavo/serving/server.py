@@ -15,9 +15,12 @@ from types import FrameType
 
 import uvicorn
 
+from octavo.engine.encoder import EncoderEngine
 from octavo.engine.engine import Engine
 from octavo.serving.app import Access, create_app
+from octavo.serving.async_encoder import AsyncEncoder
 from octavo.serving.async_engine import AsyncEngine
+from octavo.serving.embeddings import Embeddings
 from octavo.serving.grammar import Grammars
 from octavo.serving.openai import OpenAI
 
@@ -62,21 +65,32 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _service(engine: Engine | EncoderEngine, options: ServerOptions) -> OpenAI | Embeddings:
+    if isinstance(engine, EncoderEngine):
+        return Embeddings(
+            AsyncEncoder(engine, max_queue=options.max_queue),
+            models=options.models,
+            request_timeout=options.request_timeout,
+            log_prompts=options.log_prompts,
+        )
+    return OpenAI(
+        AsyncEngine(engine, max_queue=options.max_queue),
+        engine.tokenizer,
+        models=options.models,
+        grammars=Grammars(engine.tokenizer, engine.eos_token_ids, engine.vocab_size),
+        max_model_len=engine.max_model_len,
+        request_timeout=options.request_timeout,
+        log_prompts=options.log_prompts,
+        tokenizer_threads=options.tokenizer_threads,
+    )
+
+
 class Server(uvicorn.Server):
     """uvicorn with our own end: SIGTERM and the first SIGINT drain, the second SIGINT stops at once."""
 
-    def __init__(self, engine: Engine, options: ServerOptions) -> None:
-        self.engine = AsyncEngine(engine, max_queue=options.max_queue)
-        self.service = OpenAI(
-            self.engine,
-            engine.tokenizer,
-            models=options.models,
-            grammars=Grammars(engine.tokenizer, engine.eos_token_ids, engine.vocab_size),
-            max_model_len=engine.max_model_len,
-            request_timeout=options.request_timeout,
-            log_prompts=options.log_prompts,
-            tokenizer_threads=options.tokenizer_threads,
-        )
+    def __init__(self, engine: Engine | EncoderEngine, options: ServerOptions) -> None:
+        self.service = _service(engine, options)
+        self.engine = self.service.engine
         self._drain_timeout = options.drain_timeout
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -145,7 +159,7 @@ class Server(uvicorn.Server):
                 signal.signal(sig, signal.SIG_IGN)
 
 
-def run(engine: Engine, options: ServerOptions, listener: socket.socket) -> int:
+def run(engine: Engine | EncoderEngine, options: ServerOptions, listener: socket.socket) -> int:
     """Serve until a signal; returns the exit code: 0 after draining, 1 when stopped at once."""
     sys.setswitchinterval(SWITCH_INTERVAL)
     server = Server(engine, options)

@@ -60,3 +60,24 @@ class EncoderTokenizer:
         if not encoding.ids:
             raise TokenizerError("the text is empty, and this model puts no tokens of its own around it")
         return Encoded(encoding.ids, encoding.type_ids)
+
+    def from_ids(self, ids: list[int], *, max_tokens: int) -> Encoded:
+        """Ids as they are, all in the first segment. Raises TokenizerError for none, many or bad ones."""
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or i < 0:
+                raise TokenizerError(f"a token id must be a whole number from 0, got {i!r:.60}")
+        if not ids:
+            raise TokenizerError("the list of token ids is empty")
+        if len(ids) > max_tokens:
+            raise TokenizerError(
+                f"the text has {len(ids)} tokens and the model takes {max_tokens}: shorten it"
+            )
+        return Encoded(ids, [0] * len(ids))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of ids, as the tokenizer gives it back. Raises TokenizerError for ids it does not have."""
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise TokenizerError(f"token {i} is not one of the tokenizer's {self.vocab_size}")
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text

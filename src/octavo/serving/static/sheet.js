@@ -24,11 +24,26 @@ function read(view) {
   return { owner, root };
 }
 
-/** A hue that stays the same for the same name; never the yellow of shared blocks. */
-function hue(text) {
-  let value = 0;
-  for (const letter of String(text)) value = (value * 31 + letter.charCodeAt(0)) >>> 0;
-  return 90 + ((value * 137.508) % 250);
+/** Hues for the first requests, far from each other; never the yellow of shared blocks. */
+const HUES = [210, 120, 290, 165, 335, 95, 250, 190];
+
+const places = new Map();
+
+/** A place for each name, the lowest that is free; it is kept for as long as the name is there. */
+function placesOf(names) {
+  for (const name of places.keys()) if (!names.includes(name)) places.delete(name);
+  for (const name of names) {
+    if (places.has(name)) continue;
+    const taken = new Set(places.values());
+    let place = 0;
+    while (taken.has(place)) place++;
+    places.set(name, place);
+  }
+  return places;
+}
+
+function hue(place) {
+  return HUES[place] ?? 90 + ((place * 137.508) % 250);
 }
 
 /** Columns and the size of a cell so that all blocks fit a width, and a height where that is possible. */
@@ -46,12 +61,13 @@ export function draw(canvas, view, mine) {
   const freeColour = getComputedStyle(document.querySelector(".swatch.free")).backgroundColor;
   const mineColour = getComputedStyle(document.querySelector(".swatch.mine")).color;
   const myBlocks = new Set(view.tables.filter((t) => mine.has(t.request)).flatMap((t) => t.blocks));
-  const width = canvas.clientWidth || 300;
-  const { columns, size } = layout(view.num_blocks, width, 420);
+  const { columns, size } = layout(view.num_blocks, (canvas.parentElement.clientWidth || 300) - 2, 420);
+  const width = columns * (size + GAP) + GAP;
   const height = Math.ceil(view.num_blocks / columns) * (size + GAP) + GAP;
   const scale = window.devicePixelRatio || 1;
   canvas.width = width * scale;
   canvas.height = height * scale;
+  canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
   const pen = canvas.getContext("2d");
   pen.scale(scale, scale);
@@ -59,19 +75,20 @@ export function draw(canvas, view, mine) {
   pen.textBaseline = "middle";
   pen.font = `${Math.max(8, size - 8)}px system-ui, sans-serif`;
   const { owner, root } = read(view);
+  const names = view.tables.map((table) => table.request ?? table.tenant);
+  const place = placesOf(names);
   let shared = 0;
   for (let block = 0; block < view.num_blocks; block++) {
     const x = GAP + (block % columns) * (size + GAP);
     const y = GAP + Math.floor(block / columns) * (size + GAP);
     const refs = view.refs[block];
-    const table = view.tables[owner[block]];
     if (refs > 1) {
       shared++;
       pen.fillStyle = `hsl(42 80% ${Math.max(42, 66 - 4 * refs)}%)`;
     } else if (refs === 1) {
-      pen.fillStyle = `hsl(${hue(table?.request ?? table?.tenant ?? "")} 55% 52%)`;
+      pen.fillStyle = `hsl(${hue(place.get(names[owner[block]]) ?? 0)} 55% 52%)`;
     } else if (view.cached[block]) {
-      pen.fillStyle = `hsl(${hue(root[block])} 18% 55% / .55)`;
+      pen.fillStyle = `hsl(${90 + ((root[block] * 137.508) % 250)} 18% 55% / .55)`;
     } else {
       pen.fillStyle = freeColour;
     }

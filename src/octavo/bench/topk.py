@@ -1,0 +1,200 @@
+"""``octavo bench topk``: what exact top-k attention costs in decode, beside dense ``fused`` attention.
+
+Shape of SmolLM2-135M: 9 query heads, 3 KV heads of 64. The variants take turns within a round, so that their
+ratios hold even when the machine's speed drifts, and walk over several layers' caches, as a model does.
+Keys and queries are drawn at random around a mean of each head that is as long as two deviations: the
+scan's time depends on them only by how many keys it cannot decide, which is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from octavo.bench.attention import (
+    BLOCK_SIZE,
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    NUM_LAYERS,
+    time_interleaved,
+)
+from octavo.bench.machine import machine, versions
+from octavo.cache.kv_cache import DTYPES, KVCache
+from octavo.kernels import api, fused, topk_paged
+from octavo.kernels.native import ThreadPool
+
+CACHE_BYTES = 400 << 20
+#: Keys that are missing to a whole span.
+OPEN = 8
+QUICK = (1024,)
+LENGTHS = (1024, 4096, 16384, 32768)
+BATCHES = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``batch`` sequences that decode one token each over ``keys`` keys, K and V in ``kv_dtype``."""
+
+    batch: int
+    keys: int
+    kv_dtype: str
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of one layer."""
+        element = DTYPES[self.kv_dtype].itemsize
+        return 2 * self.batch * self.keys * NUM_KV_HEADS * HEAD_DIM * element
+
+
+class Step:
+    """A case's tensors and plans."""
+
+    def __init__(self, case: Case, topk: int, pool: ThreadPool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.num_layers = max(1, min(NUM_LAYERS, CACHE_BYTES // case.kv_bytes))
+        blocks = case.keys // BLOCK_SIZE
+        self.cache = KVCache(
+            num_layers=self.num_layers,
+            num_blocks=case.batch * blocks,
+            num_kv_heads=NUM_KV_HEADS,
+            block_size=BLOCK_SIZE,
+            head_dim=HEAD_DIM,
+            kv_dtype=case.kv_dtype,
+            plane_layers=range(self.num_layers),
+        )
+        self.spec = api.AttentionSpec(
+            num_heads=NUM_HEADS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            block_size=BLOCK_SIZE,
+            kv_dtype=DTYPES[case.kv_dtype],
+            device="cpu",
+        )
+        mean = torch.randn(NUM_KV_HEADS, 1, HEAD_DIM, generator=generator)
+        for layer in range(self.num_layers):
+            key, value = self.cache.layer(layer)
+            key.copy_(torch.randn(key.shape, generator=generator) + 2 * mean)
+            value.copy_(torch.randn(value.shape, generator=generator))
+        table = torch.arange(case.batch * blocks, dtype=torch.int32).view(case.batch, blocks)
+        seq_lens = torch.full((case.batch,), case.keys, dtype=torch.int32)
+        starts = torch.arange(case.batch + 1, dtype=torch.int32)
+        self.meta = api.AttentionMeta(table, seq_lens, starts)
+        self.q = torch.randn(case.batch, NUM_HEADS, HEAD_DIM, generator=generator)
+        self.out = torch.empty_like(self.q)
+        self._seal(case, pool)
+        # The last span is open, as in 15 steps of 16.
+        self.meta = self.meta._replace(seq_lens=seq_lens - OPEN)
+        budgets = torch.full((case.batch,), topk, dtype=torch.int32)
+        self.dense = fused.plan(self.meta, self.spec, pool)
+        self.exact = topk_paged.plan(self.meta, budgets, self.spec, pool)
+        # Of a step that completes a span: what it adds is not in `exact`.
+        budget = torch.full((case.batch,), case.keys, dtype=torch.int32)
+        self.seal = topk_paged.plan(self.meta._replace(seq_lens=seq_lens), budget, self.spec, pool)
+        self.report = torch.zeros(case.batch, len(topk_paged.Report._fields), dtype=torch.float64)
+
+    def _seal(self, case: Case, pool: ThreadPool) -> None:
+        """Write the planes, as prefill would: a step that computes every key and leaves no row to top-k."""
+        starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.keys
+        budgets = torch.full((case.batch,), case.keys, dtype=torch.int32)
+        plan = topk_paged.plan(self.meta._replace(cu_seqlens_q=starts), budgets, self.spec, pool)
+        rows = torch.empty(NUM_HEADS, HEAD_DIM).expand(case.batch * case.keys, -1, -1)
+        for layer in range(self.num_layers):
+            topk_paged.attend(rows, self.kv(layer), plan, rows)
+
+    def kv(self, layer: int) -> api.KVLayer:
+        return api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5, plane=self.cache.plane(layer))
+
+    def run_dense(self) -> None:
+        for layer in range(self.num_layers):
+            fused.attend(self.q, self.kv(layer), self.dense, self.out)
+
+    def run_exact(self) -> None:
+        for layer in range(self.num_layers):
+            topk_paged.attend(self.q, self.kv(layer), self.exact, self.out, self.report)
+
+    def run_seal(self) -> None:
+        for layer in range(self.num_layers):
+            topk_paged.attend(self.q, self.kv(layer), self.seal, self.out)
+
+
+def measure(case: Case, topk: int, pool: ThreadPool, rounds: int) -> dict[str, Any]:
+    """Median microseconds a layer of dense and exact, bytes read a layer, and keys rescored a row.
+
+    Writing the plane, which one step of 16 does, is measured apart and added as a sixteenth.
+    """
+    step = Step(case, topk, pool)
+    calls = {"dense": step.run_dense, "exact": step.run_exact, "seal": step.run_seal}
+    times = time_interleaved(calls, rounds)
+    step.report.zero_()
+    step.run_exact()
+    report = sum((topk_paged.Report(*row) for row in step.report.tolist()), topk_paged.Report())
+    us = {name: statistics.median(seconds) / step.num_layers * 1e6 for name, seconds in times.items()}
+    dense_bytes = 2 * step.dense.native.keys_read * HEAD_DIM * DTYPES[case.kv_dtype].itemsize
+    return {
+        **asdict(case),
+        "layers": step.num_layers,
+        "dense_us": us["dense"],
+        "exact_us": us["exact"] + us["seal"] / topk_paged.RECORD_KEYS,
+        "seal_us": us["seal"],
+        "dense_bytes": dense_bytes,
+        "exact_bytes": step.exact.native.bytes_read,
+        "rescored_per_row": report.rescored / report.rows,
+        "mean_dropped_mass": report.dropped_sum / report.rows,
+        "all_us": {k: [s / step.num_layers * 1e6 for s in v] for k, v in times.items()},
+    }
+
+
+def run(*, threads: int, topk: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """Every length and batch in both types; dense float32 and float16 stand side by side in each."""
+    pool = ThreadPool(threads)
+    rows = []
+    for batch in BATCHES[:1] if quick else BATCHES:
+        for keys in QUICK if quick else LENGTHS:
+            pair = {t: measure(Case(batch, keys, t), topk, pool, rounds) for t in ("float32", "float16")}
+            for row in pair.values():
+                row["speedup_over_float16"] = pair["float16"]["dense_us"] / row["exact_us"]
+                rows.append(row)
+    return {"threads": threads, "attn_topk": topk, "rounds": rounds, "rows": rows}
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title=f"Decode attention, attn_topk={result['attn_topk']}, {result['threads']} threads, a layer"
+    )
+    for name in ("batch", "keys", "K and V", "dense us", "exact us", "times", "bytes", "rescored a row"):
+        table.add_column(name, justify="right")
+    for row in result["rows"]:
+        table.add_row(
+            str(row["batch"]),
+            str(row["keys"]),
+            row["kv_dtype"],
+            f"{row['dense_us']:.0f}",
+            f"{row['exact_us']:.0f}",
+            f"{row['dense_us'] / row['exact_us']:.2f}x ({row['speedup_over_float16']:.2f}x float16)",
+            f"{row['exact_bytes'] / row['dense_bytes']:.2f}",
+            f"{row['rescored_per_row']:.0f}",
+        )
+    console.print(table)
+
+
+def bench_topk(
+    *, threads: int, command: str, output: Path, topk: int, rounds: int, quick: bool, console: Console
+) -> dict[str, Any]:
+    """What the command line calls: measure, print, and write ``topk.json``."""
+    with console.status("measuring top-k attention"):
+        result = run(threads=threads, topk=topk, rounds=rounds, quick=quick)
+    result |= {"command": command, "load_average": os.getloadavg()[0]}
+    result |= {"machine": machine(), "versions": versions()}
+    show(result, console)
+    (output / "topk.json").write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written: {output / 'topk.json'}")
+    return result

@@ -1,0 +1,148 @@
+// Who computes what of top-k attention over the paged cache, and the life of a row: its candidates are scored, or
+// scanned and rescored where they may win; the recent keys follow; what is kept is attended to.
+//
+// Nothing here can change a result. Which keys are kept is decided by their scores and positions alone: bounds only
+// leave out keys that cannot be among the winners. What is kept is attended to in order of position.
+#include "topk_paged.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "topk_tile.h"
+
+namespace octavo {
+namespace {
+
+// Few queries: reading all K for them is what costs, so the plane is scanned.
+constexpr int64_t kMaxScanQueries = 4;
+constexpr int kScanRows = 16;
+constexpr int64_t kMinScanKeys = 256;
+// Floats of row state that a thread's tile of rows may take.
+constexpr int64_t kTileFloats = int64_t(1) << 18;
+
+const TopkIsa& select_kernels(const Isa& isa) { return &isa == &portable_isa() ? portable_topk() : *avx2_topk(); }
+
+int rows_per_tile(int topk) {
+    const int64_t floats = 2 * topk_capacity(topk - topk / 2, topk / 2);
+    const int64_t rows = std::min<int64_t>(kTileRows, kTileFloats / floats);
+    return int(std::max<int64_t>(kMicroRows, rows / kMicroRows * kMicroRows));
+}
+
+}  // namespace
+
+const PagedTopkIsa& paged_kernels(const Isa& isa) {
+    return &isa == &portable_isa() ? portable_paged_topk() : *avx2_paged_topk();
+}
+
+TopkPlan::TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, ThreadPool& pool, const Isa& isa)
+    : batch_(batch),
+      topk_(topk, topk + batch.seqs.size()),
+      shape_(shape),
+      pool_(pool),
+      isa_(isa),
+      select_(select_kernels(isa)),
+      paged_(paged_kernels(isa)),
+      group_(shape.num_heads / shape.num_kv_heads),
+      block_shift_(0) {
+    while ((1 << block_shift_) < shape.block_size) ++block_shift_;
+    if (shape.block_size % kRecordKeys != 0)
+        throw std::invalid_argument("top-k attention needs a block_size that is a multiple of " +
+                                    std::to_string(kRecordKeys) + ", got " + std::to_string(shape.block_size));
+    for (size_t s = 0; s < topk_.size(); ++s) {
+        if (topk_[s] <= 0) continue;
+        const Sequence& seq = batch_.seqs[s];
+        for (int64_t r = (seq.seq_len - seq.q_len) / kRecordKeys; (r + 1) * kRecordKeys <= seq.seq_len; ++r)
+            if (seq.q_len > 0) seals_.push_back({int64_t(s), r});
+        if (seq.seq_len > topk_[s]) max_topk_ = std::max(max_topk_, int(topk_[s]));
+    }
+}
+
+TopkPlan::~TopkPlan() = default;
+
+void TopkPlan::divide(int64_t window, bool planes) {
+    items_.clear();
+    int64_t active = 0;
+    for (size_t s = 0; s < topk_.size(); ++s) active += topk_[s] > 0 && batch_.seqs[s].seq_len > topk_[s];
+    for (size_t s = 0; s < topk_.size(); ++s) {
+        const Sequence& seq = batch_.seqs[s];
+        // As many places as keys: AttentionPlan has these.
+        if (topk_[s] <= 0 || seq.q_len == 0 || seq.seq_len <= topk_[s]) continue;
+        const int64_t start = seq.seq_len - seq.q_len, rows = seq.q_len * group_;
+        const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
+        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk_[s] >= kMinScanKeys;
+        int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
+        // Heads of a group share a scan, unless threads would have nothing to do.
+        const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
+        while (scan && most > 1 && items() < pool_.num_threads()) most /= 2;
+        for (int64_t row0 = 0; row0 < rows; row0 += most) {
+            const int count = int(std::min<int64_t>(most, rows - row0));
+            const double cost = double(count) * double(start + row0 / group_ + 1);
+            for (int h = 0; h < shape_.num_kv_heads; ++h)
+                items_.push_back({int64_t(s), h, row0, count, scan, cost, {}, 0});
+        }
+    }
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    tile_rows_ = 0;
+    for (const Item& item : items_) tile_rows_ = std::max(tile_rows_, item.rows);
+    tiles_.clear();
+    for (int t = 0; t < pool_.num_threads(); ++t) tiles_.emplace_back(new TopkTile(*this));
+    divided_window_ = window;
+    divided_planes_ = planes;
+}
+
+void TopkPlan::seal(const TopkLayerArgs& args) {
+    const int64_t d = shape_.head_dim, record_bytes = record_layout(shape_.head_dim).bytes;
+    const int64_t block_records = shape_.block_size / kRecordKeys;
+    pool_.run(int64_t(seals_.size()) * shape_.num_kv_heads, [&](int, int64_t i) {
+        const Seal& one = seals_[size_t(i / shape_.num_kv_heads)];
+        const int64_t head = i % shape_.num_kv_heads;
+        const int64_t position = one.record * kRecordKeys;
+        const int64_t block = batch_.blocks[size_t(batch_.seqs[size_t(one.seq)].first_block + (position >> block_shift_))];
+        const int64_t offset = position & (shape_.block_size - 1);
+        const int64_t at = (block * shape_.num_kv_heads + head) * shape_.block_size + offset;
+        const char* key = static_cast<const char*>(args.layer.key) + at * d * (shape_.half ? 2 : 4);
+        const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
+        seal_record(key, shape_.half, shape_.head_dim, isa_, args.plane + record * record_bytes);
+    });
+}
+
+void TopkPlan::run(const TopkLayerArgs& args) {
+    const std::lock_guard<std::mutex> guard(busy_);
+    batch_.check_blocks(args.layer.num_blocks);
+    const int64_t window = args.layer.window;
+    if (divided_window_ != window || divided_planes_ != (args.plane != nullptr)) divide(window, args.plane != nullptr);
+    if (args.plane != nullptr && !seals_.empty()) seal(args);
+    pool_.run(int64_t(items_.size()),
+              [&](int thread, int64_t i) { tiles_[size_t(thread)]->run(args, &items_[size_t(i)]); });
+    if (args.report == nullptr) return;
+    for (const Item& item : items_) {
+        TopkReport& sum = args.report[item.seq];
+        sum.rows += item.report.rows;
+        sum.visible += item.report.visible;
+        sum.kept += item.report.kept;
+        sum.rescored += item.report.rescored;
+        sum.dropped_sum += item.report.dropped_sum;
+        sum.dropped_max = std::max(sum.dropped_max, item.report.dropped_max);
+    }
+    for (size_t s = 0; s < topk_.size(); ++s) {
+        const Sequence& seq = batch_.seqs[s];
+        if (topk_[s] <= 0 || seq.seq_len > topk_[s]) continue;
+        double visible = 0.0;
+        for (int64_t p = seq.seq_len - seq.q_len; p < seq.seq_len; ++p)
+            visible += double(window > 0 ? std::min(window, p + 1) : p + 1);
+        args.report[s].rows += double(seq.q_len * shape_.num_heads);
+        args.report[s].visible += visible * shape_.num_heads;
+        args.report[s].kept += visible * shape_.num_heads;
+    }
+}
+
+int64_t TopkPlan::bytes_read() const {
+    int64_t bytes = 0;
+    for (const Item& item : items_) bytes += item.bytes;
+    return bytes;
+}
+
+}  // namespace octavo

@@ -1,0 +1,106 @@
+// Top-k attention over a paged cache: one step's plan.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "plan.h"
+#include "topk_rows.h"
+
+namespace octavo {
+
+class TopkTile;
+
+// The kernels that go with an instruction set.
+const PagedTopkIsa& paged_kernels(const Isa& isa);
+
+// Writes the record of 16 keys: element (key, d) at key + (i * head_dim + d).
+void seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
+// Fills all of `query` but q itself; `code` is [head_dim].
+void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query);
+
+// For tests: what the scan says of keys [16 num_records, head_dim], and the scores, one chain of fused
+// multiply-adds over d times the scale, by the shortest code. value, bound, score: [num_queries, 16 num_records].
+struct ScanKeys {
+    const void* key;
+    bool half;
+    int num_records;
+    int head_dim;
+    float scale;
+};
+void scan_bounds(const float* q, int num_queries, const ScanKeys& keys, float* value, float* bound, float* score,
+                 const Isa& isa);
+
+// What became of a sequence's rows, a row being a query and a head; sums over rows and layers.
+struct TopkReport {
+    double rows, visible, kept, rescored, dropped_sum, dropped_max;
+};
+
+struct TopkLayerArgs {
+    LayerArgs layer;
+    uint8_t* plane;       // [num_blocks, num_kv_heads, block_size / 16] records; or nullptr: nothing is scanned
+    TopkReport* report;   // [num_seqs], added to
+    int32_t* position;    // [num_tokens, num_heads, max_topk] the kept keys, then -1; or nullptr
+    float* dropped;       // [num_tokens, num_heads] an upper bound of the dropped mass; or nullptr
+};
+
+// The sequences with a budget above 0 of a step, every row by the definition: of its visible keys the last
+// topk / 2, and of the others the topk - topk / 2 with the highest scores, ties to the lowest position. A row
+// that sees no more than topk keys is dense. A row depends on its query and the keys it sees, to the bit.
+class TopkPlan {
+public:
+    TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, ThreadPool& pool, const Isa& isa);
+
+    ~TopkPlan();
+
+    void run(const TopkLayerArgs& args);
+    int64_t num_tokens() const { return batch_.num_tokens; }
+    int max_topk() const { return max_topk_; }
+    // Bytes of K, V and plane that the last layer read.
+    int64_t bytes_read() const;
+
+private:
+    friend class TopkTile;
+
+    struct Item {
+        int64_t seq;
+        int kv_head;
+        int64_t row0;  // of the sequence's (token, head of the group) pairs
+        int rows;
+        bool scan;  // through the plane
+        double cost;
+        TopkReport report;
+        int64_t bytes;
+    };
+    // A span of 16 that this step completes.
+    struct Seal {
+        int64_t seq;
+        int64_t record;
+    };
+
+    void divide(int64_t window, bool planes);
+    void seal(const TopkLayerArgs& args);
+
+    PagedBatch batch_;
+    std::vector<int32_t> topk_;
+    Shape shape_;
+    ThreadPool& pool_;
+    const Isa& isa_;
+    const TopkIsa& select_;
+    const PagedTopkIsa& paged_;
+    int group_;
+    int block_shift_;
+    int max_topk_ = 0;
+    std::vector<Seal> seals_;
+
+    std::mutex busy_;
+    int64_t divided_window_ = -1;
+    bool divided_planes_ = false;
+    std::vector<Item> items_;
+    int tile_rows_ = 0;
+    std::vector<std::unique_ptr<TopkTile>> tiles_;  // of each thread
+};
+
+}  // namespace octavo

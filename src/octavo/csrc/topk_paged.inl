@@ -1,0 +1,202 @@
+// Kernels of top-k attention over a paged cache; included after topk_kernel.inl.
+
+// Codes and query pairs are multiplied in 32-bit integers, exactly: see kMaxQueryCode.
+template <int R>
+void scan_rows(const ScanTask& t, int row, int record, const RecordLayout& layout, const uint8_t* ahead) {
+    const uint8_t* at = t.record[record];
+    const ScanQuery* query = t.query + row;
+    const int8_t* code = reinterpret_cast<const int8_t*>(at);
+    I8 sum[R][2];
+    UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = zero_i8();
+    for (int d = 0; d < t.head_dim; d += 2, code += 2 * kRecordKeys) {
+        // A line at a time between the arithmetic: a burst overflows the queue of misses.
+        if (ahead != nullptr && d % 4 == 0) prefetch_l2(ahead + d * kRecordKeys);
+        const Codes c0 = load_codes(code), c1 = load_codes(code + kRecordKeys);
+        UNROLL for (int r = 0; r < R; ++r) {
+            const I8 pair = pair_i8(query[r].code + d);
+            sum[r][0] = add_products(c0, pair, sum[r][0]);
+            sum[r][1] = add_products(c1, pair, sum[r][1]);
+        }
+    }
+    const uint16_t* mean = reinterpret_cast<const uint16_t*>(at + layout.mean);
+    const uint16_t* scale = reinterpret_cast<const uint16_t*>(at + layout.scale);
+    const uint16_t* error = reinterpret_cast<const uint16_t*>(at + layout.error);
+    float norm;
+    __builtin_memcpy(&norm, at + layout.norm, 4);
+    F8 along[R];
+    UNROLL for (int r = 0; r < R; ++r) along[r] = set8(0.0f);
+    for (int d = 0; d < t.head_dim; d += 8) {
+        const F8 m = load8(mean + d);
+        UNROLL for (int r = 0; r < R; ++r) along[r] = fma8(load8(query[r].q + d), m, along[r]);
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+        const ScanQuery& q = query[r];
+        const F8 base = set8(fold8(along[r]) * q.mean_scale), constant = set8(q.per_norm * norm + 1e-36f);
+        float* value = t.value + (row + r) * kScoreStride + record * kRecordKeys;
+        float* bound = t.bound + (row + r) * kScoreStride + record * kRecordKeys;
+        UNROLL for (int h = 0; h < 2; ++h) {
+            const F8 s = load8(scale + 8 * h);
+            const F8 product = mul8(to_float8(sum[r][h]), set8(q.code_scale));
+            store8(value + 8 * h, fma8(product, s, base));
+            store8(bound + 8 * h,
+                   fma8(load8(error + 8 * h), set8(q.per_error), fma8(s, set8(q.per_scale), constant)));
+        }
+    }
+}
+
+void scan(const ScanTask& t) {
+    const RecordLayout layout = record_layout(t.head_dim);
+    for (int i = 0; i < t.num_records; ++i) {
+        const uint8_t* ahead = i + kRecordsAhead < t.num_known ? t.record[i + kRecordsAhead] : nullptr;
+        if (ahead != nullptr)
+            for (int line = layout.mean; line < layout.bytes; line += 64) prefetch_l2(ahead + line);
+        int r = 0;
+        for (; r + 4 <= t.rows; r += 4, ahead = nullptr) scan_rows<4>(t, r, i, layout, ahead);
+        switch (t.rows - r) {
+            case 3: scan_rows<3>(t, r, i, layout, ahead); break;
+            case 2: scan_rows<2>(t, r, i, layout, ahead); break;
+            case 1: scan_rows<1>(t, r, i, layout, ahead); break;
+            default: break;
+        }
+    }
+}
+
+// At least e^x for x <= 0, and at most 1.062 of it: 2^n (1 + f) where e^x is 2^n 2^f. Below -87 it is 0.
+inline F8 exp_bound8(F8 x) {
+    const F8 bits = fma8(x, set8(kLog2e * 8388608.0f), set8(127.0f * 8388608.0f));
+    return as_bits8(max8(bits, set8(0.0f)));
+}
+
+int sift(const SiftTask& t) {
+    const F8 limit = set8(t.limit), top = set8(t.top);
+    F8 dropped = set8(0.0f);
+    int count = 0;
+    for (int j = t.lo & ~7; j < t.hi; j += 8) {
+        const F8 upper = add8(load8(t.value + j), load8(t.bound + j));
+        unsigned seen = 0xffu;
+        if (j < t.lo) seen &= 0xffu << (t.lo - j);
+        if (j + 8 > t.hi) seen &= 0xffu >> (j + 8 - t.hi);
+        const unsigned stay = not_below8(upper, limit) & seen;
+        const unsigned gone = seen & ~stay;
+        dropped = add8(dropped, keep8(exp_bound8(keep8(sub8(upper, top), gone)), gone));
+        for (unsigned left = stay; left != 0; left &= left - 1) t.stay[count++] = j + __builtin_ctz(left);
+    }
+    *t.dropped += fold8(dropped);
+    return count;
+}
+
+// Halves the range between the lowest and the highest lower bound. A NaN is below everything.
+float limit(const LimitTask& t) {
+    const F8 nothing = set8(-__builtin_inff());
+    for (int j = 0; j < t.n; j += 8) store8(t.lower + j, max8(sub8(load8(t.value + j), load8(t.bound + j)), nothing));
+    for (int j = t.n; j % 8 != 0; ++j) t.lower[j] = -__builtin_inff();
+    float low = __builtin_inff(), high = -__builtin_inff();
+    int known = 0;
+    for (int j = 0; j < t.n; ++j) {
+        const float x = t.lower[j];
+        known += x > -__builtin_inff();
+        low = x > -__builtin_inff() && x < low ? x : low;
+        high = x > high ? x : high;
+    }
+    if (known < t.places || !(high < __builtin_inff())) return -__builtin_inff();
+    for (int i = 0; i < 12; ++i) {
+        const float middle = low + (high - low) * 0.5f;
+        if (!(middle > low && middle < high)) break;
+        const F8 bar = set8(middle);
+        int count = 0;
+        for (int j = 0; j < t.n; j += 8) count += __builtin_popcount(not_below8(load8(t.lower + j), bar));
+        (count >= t.places ? low : high) = middle;
+    }
+    return low;
+}
+
+void prefetch_rows(const void* const* row, int count, int bytes) {
+    for (int i = 0; i < count; ++i)
+        for (int at = 0; at < bytes; at += 64) prefetch_l2(static_cast<const char*>(row[i]) + at);
+}
+
+template <class T>
+void gather_typed(const GatherTask& t) {
+    for (int half = 0; half < kPanel; half += 8) {
+        const T* row[8];
+        for (int i = 0; i < 8; ++i)
+            row[i] = static_cast<const T*>(t.key[half + i < t.count ? half + i : t.count - 1]);
+        for (int d = 0; d < t.head_dim; d += 8) transpose8(row, d, t.k_panel + d * kPanel + half);
+    }
+    score_tile<1>(t.q, t.k_panel, t.head_dim, t.scale, t.score);
+}
+
+void gather(const GatherTask& t) {
+    if (t.half) {
+        gather_typed<uint16_t>(t);
+    } else {
+        gather_typed<float>(t);
+    }
+}
+
+template <class T, int N>
+void kept_values(const T* const* value, const float* weight, int count, int d, float* acc) {
+    F8 a[N];
+    UNROLL for (int c = 0; c < N; ++c) a[c] = set8(0.0f);
+    for (int j = 0; j < count; ++j) {
+        const F8 w = set8(weight[j]);
+        const T* v = value[j] + d;
+        UNROLL for (int c = 0; c < N; ++c) a[c] = fma8(w, load8(v + c * 8), a[c]);
+    }
+    UNROLL for (int c = 0; c < N; ++c) store8(acc + d + c * 8, a[c]);
+}
+
+template <class T>
+void attend_paged(PagedRow& t) {
+    t.m = -__builtin_inff();
+    t.l = 0.0f;
+    for (int d = 0; d < t.head_dim; d += 8) store8(t.acc + d, set8(0.0f));
+    const T* value[kSpan];
+    float weight[kSpan + 8];
+    for (int first = 0, end; first < t.count; first = end) {
+        const int span = t.position[first] / kSpan;
+        for (end = first; end < t.count && t.position[end] / kSpan == span; ++end) {
+            const int32_t p = t.position[end];
+            value[end - first] = static_cast<const T*>(t.value) + t.blocks[p >> t.block_shift] * t.block_stride +
+                                 int64_t(p & ((1 << t.block_shift) - 1)) * t.head_dim;
+        }
+        const int n = end - first;
+        float m = -__builtin_inff();
+        for (int j = 0; j < n; ++j) {
+            weight[j] = t.score[first + j];
+            m = m > weight[j] ? m : weight[j];
+        }
+        for (int j = n; j < n + 8; ++j) weight[j] = -__builtin_inff();
+        const F8 top = set8(m == -__builtin_inff() ? 0.0f : m);
+        for (int j = 0; j < n; j += 8) store8(weight + j, exp8(sub8(load8(weight + j), top)));
+        float lane[kPanel] = {};
+        for (int j = 0; j < n; ++j) lane[t.position[first + j] & (kPanel - 1)] += weight[j];
+        const float l = fold8(add8(load8(lane), load8(lane + 8)));
+        int d = 0;
+        for (; d + 64 <= t.head_dim; d += 64) kept_values<T, 8>(value, weight, n, d, t.partial);
+        for (; d < t.head_dim; d += 8) kept_values<T, 1>(value, weight, n, d, t.partial);
+        merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
+    }
+}
+
+void attend_kept(PagedRow& t) {
+    if (t.half) {
+        attend_paged<uint16_t>(t);
+    } else {
+        attend_paged<float>(t);
+    }
+}
+
+void mass(const float* scores, int n, float* m, float* l) {
+    float top = *m;
+    for (int j = 0; j < n; ++j) top = top > scores[j] ? top : scores[j];
+    // No finite score yet, or one beyond all: exp(inf - inf) would be NaN.
+    if (top == -__builtin_inff()) return;
+    if (*l != 0.0f) *l *= exp1(*m - top);
+    *m = top;
+    F8 sum = set8(0.0f);
+    int j = 0;
+    for (; j + 8 <= n; j += 8) sum = add8(sum, exp8(sub8(load8(scores + j), set8(top))));
+    *l += fold8(sum);
+    for (; j < n; ++j) *l += exp1(scores[j] - top);
+}

@@ -1,0 +1,124 @@
+// Kernels of top-k attention over a paged cache, and the scan plane that they read.
+//
+// Plain data and declarations only, for the reason given in attention.h.
+#pragma once
+
+#include <cstdint>
+
+#include "topk.h"
+
+namespace octavo {
+
+// Positions per record of the scan plane, whatever the block size.
+constexpr int kRecordKeys = 16;
+// How many records ahead memory is asked for.
+constexpr int kRecordsAhead = 4;
+static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
+
+// One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the mean of the keys in float16
+// and r = k - m a key's residual, code c and scale s of the key give r_hat = s c, and |r - r_hat| <= error.
+//   code  [head_dim / 2][16 keys][2]  int8, -127 .. 127
+//   mean  [head_dim]                  float16
+//   scale [16]                        float16, finite, at least 2^-14
+//   error [16]                        float16, rounded up; infinite where the key cannot be approximated
+//   norm                              float32, at least |m|
+struct RecordLayout {
+    int mean, scale, error, norm, bytes;
+};
+
+static inline RecordLayout record_layout(int head_dim) {
+    const int mean = head_dim * kRecordKeys, scale = mean + 2 * head_dim, error = scale + 2 * kRecordKeys;
+    return {mean, scale, error, error + 2 * kRecordKeys, error + 2 * kRecordKeys + 4};
+}
+
+// What the bounds of one query row are made of; see topk_scan.cpp.
+struct ScanQuery {
+    const int16_t* code;  // [head_dim] q in 16 bits, q_hat = scale * code
+    const float* q;       // [head_dim]
+    float code_scale;     // attention's scale times q's
+    float mean_scale;     // attention's scale
+    float per_error;      // a bound is per_error * error + per_scale * scale + per_norm * norm + tiny
+    float per_scale;
+    float per_norm;
+};
+
+// Records against rows. value and bound: [rows][kScoreStride]; the score of key j of record i, as score kernels
+// give it, lies within bound of value, at [i * 16 + j]. NaN or an infinite bound: nothing is known.
+struct ScanTask {
+    int rows;
+    int head_dim;
+    const ScanQuery* query;
+    int num_records;
+    int num_known;  // of `record`: those behind num_records come next, and are asked for ahead
+    const uint8_t* const* record;
+    float* value;
+    float* bound;
+};
+
+// One row's scanned keys [lo, hi) that stay in the race: their upper bound reaches the limit, or is
+// NaN. The others add an upper bound of exp(upper - top), at most 1.07 of it, to *dropped.
+struct SiftTask {
+    int lo, hi;
+    const float* value;
+    const float* bound;
+    float limit;
+    float top;  // at least every upper bound below the limit
+    float* dropped;
+    int32_t* stay;  // [hi - lo] in order
+};
+
+// A limit that at least `places` of the n intervals [value - bound, value + bound] lie at or above, nearly the
+// highest there is; -infinity when there are not so many. `lower` is scratch, [n rounded up to 8].
+struct LimitTask {
+    int n;
+    int places;
+    const float* value;  // readable up to n rounded up to 8, as is `bound`
+    const float* bound;
+    float* lower;
+};
+
+// Up to 16 keys anywhere in the cache against one row: the numbers that SpanTask's score gives.
+struct GatherTask {
+    int count;
+    int head_dim;
+    bool half;
+    float scale;
+    const float* q;
+    const void* const* key;  // [count]
+    float* k_panel;          // [head_dim][kPanel]
+    float* score;            // [kPanel]
+};
+
+// A row's kept keys in order of position -> (m, l, acc), by the partials of span_kernel.inl: their values are
+// to the bit what that kernel makes of a row that sees exactly these keys.
+struct PagedRow {
+    int count;
+    int head_dim;
+    bool half;
+    int block_shift;
+    const float* score;
+    const int32_t* position;
+    const int32_t* blocks;  // of the sequence
+    const void* value;
+    int64_t block_stride;
+    float* acc;      // [head_dim]
+    float* partial;  // [head_dim] scratch
+    float m, l;      // results
+};
+
+struct PagedTopkIsa {
+    void (*scan)(const ScanTask& task);
+    int (*sift)(const SiftTask& task);
+    float (*limit)(const LimitTask& task);
+    // Asks for rows of `bytes` at the given positions: [count] addresses.
+    void (*prefetch)(const void* const* row, int count, int bytes);
+    void (*gather)(const GatherTask& task);
+    void (*attend)(PagedRow& row);
+    // (m, l) <- (m, l) with the n more scores: l = sum of exp(score - m).
+    void (*mass)(const float* scores, int n, float* m, float* l);
+};
+
+const PagedTopkIsa& portable_paged_topk();
+const PagedTopkIsa* avx2_paged_topk();  // as avx2_isa()
+
+}  // namespace octavo

@@ -1,0 +1,76 @@
+// A tile of query rows of one sequence and one KV head, and a thread's memory for it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "topk_paged.h"
+
+namespace octavo {
+
+class TopkTile {
+public:
+    explicit TopkTile(const TopkPlan& plan);
+    void run(const TopkLayerArgs& args, TopkPlan::Item* item);
+
+private:
+    // Sums of exp(score - m).
+    struct Mass {
+        float m, l;
+    };
+    struct Row {
+        TopkRow best;
+        int64_t position;       // of the query
+        int64_t first;          // visible key
+        int64_t others_end;     // the recent keys start here
+        int64_t visible;
+        bool settled;
+        Mass scored;            // candidates with a score of their own
+        Mass kept;              // those of them that won
+        // While its keys are scanned.
+        ScanQuery query;
+        int num_candidates;
+        int32_t* candidate;     // positions, in order
+        float* value;
+        float* bound;           // 0: `value` is the score
+        float limit;            // `places` keys reach it
+        float top;              // of `dropped`
+        float dropped;
+        int64_t rescored;
+    };
+
+    void start();
+    void score_all();
+    void take(Row& row, const float* scores, int64_t base, int lo, int hi);
+    void settle(Row& row);
+    void scan_all();
+    void tighten(Row& row);
+    void rescore(Row& row);
+    void raise(Row& row, float limit);
+    void prefetch_values();
+    void finish(int r);
+    double dropped_bound(const Row& row, const PagedRow& kept) const;
+    SpanTask span_task();
+    const void* at(const char* base, int64_t position) const;
+
+    const TopkPlan& plan_;
+    const TopkLayerArgs* args_ = nullptr;
+    TopkPlan::Item* item_ = nullptr;
+    const Sequence* seq_ = nullptr;
+    const int32_t* blocks_ = nullptr;
+    int64_t stride_ = 0;
+    int topk_ = 0, recent_ = 0;
+    const char *key_ = nullptr, *value_ = nullptr;
+
+    int64_t capacity_;
+    std::unique_ptr<float[]> memory_;
+    float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_;
+    std::vector<Row> rows_;
+    std::vector<int32_t> lo_, hi_, order_, ints_;
+    std::vector<int16_t> codes_;
+    std::vector<float> lower_;
+    std::vector<const void*> addresses_;
+};
+
+}  // namespace octavo

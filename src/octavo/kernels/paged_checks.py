@@ -1,0 +1,105 @@
+"""What the native kernels over the paged cache ask of their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.native import _native
+
+KV_DTYPES = (torch.float32, torch.float16)
+
+
+def why_not(spec: AttentionSpec) -> str | None:
+    """One sentence why no native kernel serves ``spec``, or None."""
+    if spec.device != "cpu":
+        return f"fused runs on the CPU, not on {spec.device}"
+    if not 32 <= spec.head_dim <= 256 or spec.head_dim % 8:
+        return f"fused needs a head_dim from 32 to 256 that is a multiple of 8, got {spec.head_dim}"
+    if not 1 <= spec.block_size <= _native.SPAN or spec.block_size & (spec.block_size - 1):
+        return f"fused needs a block_size that is a power of two from 1 to 256, got {spec.block_size}"
+    if spec.kv_dtype not in KV_DTYPES:
+        return f"fused reads K and V as float32 or float16, not {spec.kv_dtype}"
+    if spec.num_kv_heads < 1 or spec.num_heads < 1 or spec.num_heads % spec.num_kv_heads:
+        return f"num_heads ({spec.num_heads}) must be a multiple of num_kv_heads ({spec.num_kv_heads})"
+    return None
+
+
+def batch(meta: AttentionMeta, spec: AttentionSpec) -> _native.PagedBatch:
+    """Check and copy the step's integers. Raises ValueError, in one sentence, for what cannot be right."""
+    reason = why_not(spec)
+    if reason is not None:
+        raise ValueError(reason)
+    num_seqs = meta.seq_lens.shape[0]
+    check_ints("seq_lens", meta.seq_lens, (num_seqs,))
+    check_ints("cu_seqlens_q", meta.cu_seqlens_q, (num_seqs + 1,))
+    check_ints("block_table", meta.block_table, (num_seqs, meta.block_table.shape[-1]))
+    return _native.PagedBatch(
+        block_table=meta.block_table.data_ptr(),
+        seq_lens=meta.seq_lens.data_ptr(),
+        cu_seqlens_q=meta.cu_seqlens_q.data_ptr(),
+        num_seqs=num_seqs,
+        max_blocks=meta.block_table.shape[1],
+        shape=shape_of(spec),
+    )
+
+
+def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSpec) -> None:
+    """Raises ValueError for tensors that do not fit the plan.
+
+    ``q`` may be a view whose tokens are apart (a slice of a joint projection); a token's heads must
+    be contiguous.
+    """
+    check_rows("q", q, (num_tokens, spec.num_heads, spec.head_dim))
+    for name, cache in (("key", kv.key), ("value", kv.value)):
+        check_cache(name, cache, (spec.num_kv_heads, spec.block_size, spec.head_dim), spec.kv_dtype)
+    if kv.key.shape[0] != kv.value.shape[0]:
+        raise ValueError(f"key has {kv.key.shape[0]} blocks but value has {kv.value.shape[0]}")
+    if kv.window is not None and kv.window < 1:
+        raise ValueError(f"window must be at least 1 or None, got {kv.window}")
+
+
+def shape_of(spec: AttentionSpec) -> _native.Shape:
+    return native_shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size, spec.kv_dtype)
+
+
+def native_shape(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, kv_dtype: torch.dtype
+) -> _native.Shape:
+    return _native.Shape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        half=kv_dtype == torch.float16,
+    )
+
+
+def check_ints(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if x.dtype != torch.int32 or x.device.type != "cpu" or x.shape != shape or not x.is_contiguous():
+        raise ValueError(f"{name} must be {list(shape)} int32, contiguous, on the CPU; got {describe(x)}")
+
+
+def check_rows(name: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Tokens may be apart; what belongs to one token must not be."""
+    right = x.dtype == torch.float32 and x.is_cpu and x.shape == shape
+    if not right or not (
+        x.is_contiguous() or (x.stride(2) == 1 and (shape[1] == 1 or x.stride(1) == shape[2]))
+    ):
+        raise ValueError(
+            f"{name} must be {list(shape)} float32 on the CPU, each token contiguous; got {describe(x)}"
+        )
+
+
+def check_cache(name: str, x: torch.Tensor, block: Any, dtype: torch.dtype) -> None:
+    if x.dtype != dtype or not x.is_cpu or x.shape[1:] != block or not x.is_contiguous():
+        wanted = ", ".join(str(n) for n in block)
+        raise ValueError(
+            f"{name} must be [num_blocks, {wanted}] {dtype}, contiguous, on the CPU; got {describe(x)}"
+        )
+
+
+def describe(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {x.dtype}, strides {list(x.stride())}, on {x.device}"

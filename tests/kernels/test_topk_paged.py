@@ -1,0 +1,173 @@
+"""Top-k attention over the paged cache against its definition, and a row's result against how it was cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tests.kernels import paged
+from tests.kernels.paged import Case, Paged
+
+from octavo.kernels import api, fused, reference, topk_paged
+
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16}
+ISAS = ["auto", "portable"]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32)
+
+
+def with_plane(p: Paged) -> Paged:
+    """With a plane in which every span was sealed that the case's keys complete."""
+    spec, case = p.case.spec, p.case
+    plane = topk_paged.empty_plane(p.kv.key.shape[0], spec)
+    kv = p.kv._replace(plane=plane)
+    # As if every key came in one chunk; only the plane is wanted.
+    everything = paged.build(case.with_(seqs=tuple((n, n) for _, n in case.seqs)))
+    starts = torch.tensor([0] + [n for _, n in case.seqs]).cumsum(0).int()
+    meta = api.AttentionMeta(p.meta.block_table, p.meta.seq_lens, starts)
+    plan = topk_paged.plan(meta, torch.ones(len(case.seqs), dtype=torch.int32), spec, paged.pool(1))
+    topk_paged.attend(everything.q, kv, plan, torch.empty_like(everything.q))
+    return Paged(case, p.q, kv, p.meta)
+
+
+def run(
+    p: Paged, topk: int, *, threads: int = 1, isa: str = "auto"
+) -> tuple[torch.Tensor, topk_paged.Details, topk_paged.Report]:
+    """All sequences under one budget, those that are dense now by ``fused``, as the backend does."""
+    budgets = torch.full((len(p.case.seqs),), topk, dtype=torch.int32)
+    out = torch.full_like(p.q, float("nan"))
+    dense = fused.plan(
+        p.meta, p.case.spec, paged.pool(threads), isa=isa, left_out=topk_paged.dense_now(p.meta, budgets)
+    )
+    fused.attend(p.q, p.kv, dense, out)
+    plan = topk_paged.plan(p.meta, budgets, p.case.spec, paged.pool(threads), isa=isa)
+    report = torch.zeros(len(budgets), len(topk_paged.Report._fields), dtype=torch.float64)
+    details = topk_paged.attend(p.q, p.kv, plan, out, report, details=True)
+    assert details is not None
+    total = sum((topk_paged.Report(*row) for row in report.tolist()), topk_paged.Report())
+    return out, details, total
+
+
+def rows_of(case: Case):
+    """(row of q, head, sequence, position, first visible key)."""
+    row = 0
+    for s, (q_len, n) in enumerate(case.seqs):
+        for position in range(n - q_len, n):
+            first = 0 if case.window is None else max(0, position - case.window + 1)
+            for head in range(case.num_heads):
+                yield row, head, s, position, first
+            row += 1
+
+
+def check_against_the_definition(p: Paged, topk: int, **kw) -> topk_paged.Report:
+    """Kept sets equal; outputs close to float64; no dropped mass above its bound. Returns the report."""
+    case = p.case
+    out, details, report = run(p, topk, **kw)
+    group = case.num_heads // case.num_kv_heads
+    tokens = [case.tokens(s) for s in range(len(case.seqs))]
+    scores: dict[tuple[int, int], torch.Tensor] = {}
+    visible = kept = 0
+    for row, head, s, position, first in rows_of(case):
+        q, k, v = tokens[s]
+        kv_head = head // group
+        if (s, head) not in scores:
+            q_len, n = case.seqs[s]
+            keys = torch.nn.functional.pad(k[:, kv_head], (0, 0, 0, -n % 16)).contiguous()
+            queries = q[n - q_len :, head].contiguous()
+            scores[s, head] = topk_paged.scan_bounds(queries, keys, case.scale)[2]
+        q_len, n = case.seqs[s]
+        seen = scores[s, head][position - (n - q_len), first : position + 1]
+        expected = reference.topk_row(seen, v[first : position + 1, kv_head].float(), first, topk)
+        where = f"row {row}, head {head}, position {position}"
+        if n > topk:
+            got = details.position[row, head]
+            assert got[got >= 0].tolist() == expected.position.tolist(), where
+        if expected.out.isfinite().all():
+            torch.testing.assert_close(out[row, head].double(), expected.out, atol=2e-5, rtol=1e-4, msg=where)
+            bound = details.dropped[row, head].item()
+            assert expected.dropped <= bound + 1e-12, f"{where}: dropped {expected.dropped}, bound {bound}"
+        visible += position + 1 - first
+        kept += len(expected.position)
+    assert (report.visible, report.kept) == (visible, kept)
+    return report
+
+
+SEQS = ((1, 300), (5, 40), (70, 333), (1, 17), (3, 700))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("topk", [1, 2, 7, 64])
+def test_it_keeps_what_the_definition_keeps(isa: str, kv_dtype: torch.dtype, topk: int) -> None:
+    case = Case(SEQS, kv_dtype=kv_dtype)
+    check_against_the_definition(paged.build(case), topk, isa=isa)
+    report = check_against_the_definition(with_plane(paged.build(case)), topk, isa=isa)
+    assert report.rescored > 0, "nothing was scanned"
+
+
+@pytest.mark.parametrize("window", [1, 50, 65, 300, 512])
+def test_sliding_windows(window: int) -> None:
+    case = Case(((1, 900), (40, 600), (2, 30)), window=window)
+    for p in (paged.build(case), with_plane(paged.build(case))):
+        check_against_the_definition(p, 64)
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 256])
+def test_block_sizes(block_size: int) -> None:
+    case = Case(((1, 800), (2, 515)), block_size=block_size, num_heads=4, num_kv_heads=1, head_dim=64)
+    check_against_the_definition(with_plane(paged.build(case)), 32)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_with_k_or_fewer_visible_keys_it_is_dense_to_the_bit(
+    kv_dtype: torch.dtype, window: int | None
+) -> None:
+    """k - 1, k and k + 1 visible keys, in rows of one tile and in decode; also k over several spans."""
+    for k, seqs in (
+        (64, ((70, 70), (1, 63), (1, 64), (1, 65), (3, 66))),
+        (600, ((1, 599), (1, 600), (620, 620))),
+    ):
+        case = Case(seqs, kv_dtype=kv_dtype, window=window)
+        for p in (paged.build(case), with_plane(paged.build(case))):
+            dense = paged.run("fused", p)[0]
+            out = run(p, k)[0]
+            same = (bits(out) == bits(dense)).flatten(1).all(1)
+            for row, _, _, position, first in rows_of(case):
+                if position + 1 - first <= k:
+                    assert same[row]
+            if window is None:
+                assert not same.all(), "k + 1 keys drop one"
+
+
+def test_a_row_is_the_same_in_any_chunk_batch_place_and_thread() -> None:
+    case = Case(((1500, 1500),), head_dim=64, num_heads=6, num_kv_heads=2)
+    whole = with_plane(paged.build(case))
+    expected = run(whole, 48, threads=2)[0]
+    for q_len, n in ((1, 1500), (1, 777), (1, 1025), (2, 640), (4, 1333), (5, 1400), (100, 1200), (17, 257)):
+        part = case.with_(seqs=((q_len, n),))
+        for placement, isa in itertools.product((0, 1), ISAS):
+            p = with_plane(paged.build(part, placement=placement))
+            # The tokens of the case do not depend on how many there are.
+            q, k, v = case.tokens(0)
+            got = run(_of(p, q[n - q_len : n], k[:n], v[:n]), 48, isa=isa)[0]
+            assert torch.equal(bits(got), bits(expected[n - q_len : n])), (q_len, n, isa)
+
+
+def _of(p: Paged, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Paged:
+    """The same places with other tokens in them, sealed again."""
+    bs = p.case.block_size
+    for b in range(-(-len(k) // bs)):
+        block, part = int(p.meta.block_table[0, b]), slice(b * bs, min(len(k), (b + 1) * bs))
+        p.kv.key[block, :, : part.stop - part.start] = k[part].transpose(0, 1)
+        p.kv.value[block, :, : part.stop - part.start] = v[part].transpose(0, 1)
+    plane = topk_paged.empty_plane(p.kv.key.shape[0], p.case.spec)
+    kv = p.kv._replace(plane=plane)
+    meta = p.meta._replace(cu_seqlens_q=torch.tensor([0, len(k)], dtype=torch.int32))
+    plan = topk_paged.plan(meta, torch.ones(1, dtype=torch.int32), p.case.spec, paged.pool(1))
+    everything = torch.zeros(len(k), *q.shape[1:])
+    topk_paged.attend(everything, kv, plan, everything.clone())
+    return Paged(p.case, q.contiguous(), kv, p.meta)
