@@ -44,6 +44,7 @@ def test_a_gguf_at_rate_one_is_the_same_model(smollm2_path: Path, tmp_path: Path
         assert a[token].logprob == pytest.approx(b[token].logprob, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_aligned_heads_keep_more_of_minilms_vectors(tmp_path: Path) -> None:
     path = Path(hub.pull("minilm", progress=False))
