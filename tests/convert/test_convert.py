@@ -249,7 +249,12 @@ def test_a_decoder_says_that_it_attends_to_all_keys(tmp_path: Path, caplog: pyte
         with caplog.at_level(logging.WARNING, logger="octavo"):
             LLM(out, num_threads=1, num_blocks=16)
         found = [record.getMessage() for record in caplog.records if "keys" in record.getMessage()]
-        assert found == [f"top{topk} asks for the top {topk} keys: the decoder attends to all"] * lines
+        if lines:
+            caplog.clear()
+            LLM(out, num_threads=1, num_blocks=16, attn_topk=topk)
+            assert not [record for record in caplog.records if "keys" in record.getMessage()]
+        line = f"top{topk} asks for the top {topk} keys: the decoder attends to all without attn_topk"
+        assert found == [line] * lines
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _fitted(
 ) -> Conversion:
     original = source.heads()
     stack = load_stack(source.checkpoint, source.config)
-    # The decoder's engine attends to all keys, so its heads are fitted to that.
+    # A decoder attends to all keys unless it is told otherwise, so its heads are fitted to that.
     topk = None if source.is_decoder else options.topk
     with torch.no_grad():
         roots = moment_roots(stack, original, windows.fit)

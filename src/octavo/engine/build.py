@@ -100,8 +100,9 @@ def _build_decoder(config: EngineConfig, checkpoint: Checkpoint) -> Engine:
     # Refused before the weights are read, which takes seconds.
     _backend(config, model, native.ThreadPool(1))
     topk = c2psa_fields(checkpoint.metadata).get("topk")
-    if topk is not None and topk < model.max_position_embeddings:
-        log.warning("%s asks for the top %d keys: the decoder attends to all", checkpoint.path.name, topk)
+    if topk is not None and topk < model.max_position_embeddings and not config.attn_topk:
+        line = "%s asks for the top %d keys: the decoder attends to all without attn_topk"
+        log.warning(line, checkpoint.path.name, topk)
     return assemble(config, load(checkpoint, config))
 
 
