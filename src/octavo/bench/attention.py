@@ -191,11 +191,16 @@ def prepare(case: Case, pool: ThreadPool, num_layers: int | None = None) -> Step
     return Step(q, cache, plans)
 
 
+#: The threads of torch's last call go on looking for work for a while, on the cores that the next one needs.
+SETTLE_S = 0.02
+
+
 def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each call in each round, the calls taking turns; the first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds + 1):
         for name, call in calls.items():
+            time.sleep(SETTLE_S)
             start = time.perf_counter()
             call()
             if i:
