@@ -409,17 +409,17 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise ValueError(f"prompts must be text, token ids or a list of them, got {type(prompts).__name__}")
     if len(prompts) and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]  # type: ignore[list-item]  # told apart above
     for index, item in enumerate(prompts):
         if not isinstance(item, str | Sequence) or isinstance(item, bytes | bytearray):
             raise ValueError(f"prompt {index} must be text or token ids, got {type(item).__name__}")
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]  # told apart above
 
 
 def _as_texts(texts: Text | Sequence[Text]) -> list[Text]:
     """A tuple of two strings is one pair; a list is always several texts."""
     if isinstance(texts, str) or (isinstance(texts, tuple) and len(texts) == 2):
-        return [texts]  # type: ignore[list-item]
+        return [texts]  # type: ignore[list-item]  # told apart above
     if not isinstance(texts, Sequence) or isinstance(texts, bytes | bytearray):
         raise ValueError(f"texts must be text or a list of texts, got {type(texts).__name__}")
     return list(texts)
@@ -431,8 +431,8 @@ def _as_conversations(
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise ValueError(f"messages must be a list of messages, got {type(messages).__name__}")
     if not messages or isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return list(messages)  # type: ignore[arg-type]
+        return [messages]  # type: ignore[list-item]  # told apart above
+    return list(messages)  # type: ignore[arg-type]  # told apart above
 
 
 def _one_each(name: str, value: Any, default: Any, count: int) -> list[Any]:

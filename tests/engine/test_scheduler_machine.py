@@ -234,8 +234,8 @@ def _match_before_written(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler._schedule_share
 
     def early(self: Scheduler, entry: Entry, step: object) -> None:
-        original(self, entry, step)  # type: ignore[arg-type]
-        share = step.scheduled.get(entry.request.id)  # type: ignore[attr-defined]
+        original(self, entry, step)  # type: ignore[arg-type]  # patched in as a method
+        share = step.scheduled.get(entry.request.id)  # type: ignore[attr-defined]  # patched in as a method
         if share is not None:
             entry.num_written = share.start + share.num_tokens
             entry.request.num_computed_tokens = entry.num_written
@@ -266,8 +266,8 @@ def _ignore_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:
     def enqueue(self: PrefixCache, node: object) -> None:
-        node.queue_key = (node.last_used, node.serial)  # type: ignore[attr-defined]
-        (self._protected if node.protected else self._probation).add(node.queue_key)  # type: ignore[attr-defined]
+        node.queue_key = (node.last_used, node.serial)  # type: ignore[attr-defined]  # object is all the patch knows
+        (self._protected if node.protected else self._probation).add(node.queue_key)  # type: ignore[attr-defined]  # as above
         self._queued[node.serial] = node  # type: ignore[attr-defined,assignment]
 
     monkeypatch.setattr(PrefixCache, "_enqueue", enqueue)

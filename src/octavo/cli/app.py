@@ -66,7 +66,7 @@ def main(args: list[str] | None = None) -> None:
     # A byte that is not UTF-8 must reach the engine's own check, and an odd terminal must not end us.
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
         if stream is not None:  # closed by whoever started us
-            stream.reconfigure(errors=errors)  # type: ignore[union-attr]
+            stream.reconfigure(errors=errors)  # type: ignore[union-attr]  # a TextIOWrapper
     sys.exit(exit_code(sys.argv[1:] if args is None else args))
 
 

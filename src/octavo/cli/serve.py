@@ -351,7 +351,7 @@ def serve(ctx: typer.Context, **values: Any) -> None:
 
 
 # typer reads the options from the signature; functions take it as any attribute.
-serve.__signature__ = _signature()  # type: ignore[attr-defined]
+serve.__signature__ = _signature()  # type: ignore[attr-defined]  # typer reads it
 serve.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
 
 

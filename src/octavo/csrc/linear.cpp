@@ -8,8 +8,7 @@ namespace octavo {
 namespace {
 
 // Rows that are computed straight from the packed weights, tile by tile; with more of them, a piece of a panel is
-// expanded to float32 first. A quantised weight is worth expanding once for three tiles, a plain one just as soon
-// as packed rows are.
+// expanded to float32 first. Where the two ways cross was measured (docs/decisions.md).
 constexpr int64_t kMostDirectRows = 12, kMostDirectQuantizedRows = 8;
 // A piece of one panel, as float32. Tiles read it as fast from a second-level cache as from the first, and every
 // piece costs a load and a store of all sums.

@@ -160,6 +160,7 @@ def _forward(  # noqa: PLR0913  (an operator's schema is flat)
     return out, kept.lse, kept.position, kept.weight
 
 
+# Without types, and with as many arguments as the operator's flat schema.
 @_forward.register_fake
 def _(q, k, v, key_padding_mask, topk, recent, causal, scale, l2, grad_threshold, save):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     kept = Kept.empty(q, topk, save=save)
@@ -185,6 +186,7 @@ def _backward(  # noqa: PLR0913  (an operator's schema is flat)
         return backward(out_grad, (q, k, v), kept, spec, grad_threshold)
 
 
+# Without types, and with as many arguments as the operator's flat schema.
 @_backward.register_fake
 def _(out_grad, q, k, v, index, weight, scale, l2, grad_threshold):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     return empty_heads(q), empty_heads(k), empty_heads(v)

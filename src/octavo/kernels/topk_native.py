@@ -123,4 +123,4 @@ def _shape(q: torch.Tensor, k: torch.Tensor, spec: TopkSpec) -> _native.TopkShap
 
 
 def _address(x: torch.Tensor) -> tuple[int, int, int, int]:
-    return x.data_ptr(), *x.stride()[:3]  # type: ignore[return-value]
+    return x.data_ptr(), *x.stride()[:3]  # type: ignore[return-value]  # four dimensions

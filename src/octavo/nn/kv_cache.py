@@ -24,7 +24,7 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget everything, and give the memory back."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__()  # type: ignore[misc]  # starts over, subclasses too
 
     def append(
         self, key: torch.Tensor, value: torch.Tensor, padding: torch.Tensor | None

@@ -12,8 +12,8 @@ def check_installed() -> None:
     """Raises ValueError, with what to install, where the extra ``train`` is missing."""
     try:
         import safetensors  # noqa: F401  (only looked for, as the next)
-        import scipy  # noqa: F401
-        import sklearn  # noqa: F401
+        import scipy  # noqa: F401 - only whether it is there
+        import sklearn  # noqa: F401 - only whether it is there
     except ImportError as error:
         raise ValueError(
             f"training needs {error.name}, which is not installed: pip install 'octavo[train]'"
