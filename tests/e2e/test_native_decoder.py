@@ -120,8 +120,13 @@ class Run:
         self.lengths: dict[int, int] = {}
 
     @torch.inference_mode()
-    def step(self, chunks: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Sequence s lives in the blocks 8 s to 8 s + 7. Logits of every new token, by sequence."""
+    def step(
+        self, chunks: dict[int, list[int]], read: dict[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Sequence s lives in the blocks 8 s to 8 s + 7. Logits of every new token, by sequence.
+
+        With ``read`` only as many of the last ones are meant to be read.
+        """
         positions: list[int] = []
         slots: list[int] = []
         for s, ids in chunks.items():
@@ -138,6 +143,7 @@ class Run:
             seq_lens=torch.tensor([self.lengths[s] for s in chunks], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
             logits_rows=torch.arange(sum(counts)),
+            rows_read=None if read is None else torch.tensor([read[s] for s in chunks], dtype=torch.int32),
         )
         hidden = self.decoder.forward(batch, self.cache, self.attention)
         logits = self.decoder.logits(hidden, batch.logits_rows)
@@ -183,6 +189,24 @@ def test_more_rows_than_pass_through_a_layer_at_once_have_the_same_bits() -> Non
     got = together.step(batch)
     for s, ids in batch.items():
         assert torch.equal(alone.step({s: ids})[s], got[s])
+
+
+def test_rows_that_nobody_reads_change_no_bit_of_the_others(config: ModelConfig) -> None:
+    chunks = {0: ids_of(config, 23), 1: ids_of(config, 9, 1), 2: ids_of(config, 30, 2), 3: [5]}
+    read = {0: 1, 1: 0, 2: 30, 3: 1}
+    whole, part = Run(native(config)), Run(native(config, threads=3), threads=3)
+    want, got = whole.step(chunks), part.step(chunks, read)
+    for s, count in read.items():
+        end = len(chunks[s])
+        assert torch.equal(got[s][end - count :], want[s][end - count :])
+    assert not torch.equal(got[1], want[1])  # the last layer leaves out what nobody reads
+    assert torch.equal(whole.cache.key, part.cache.key)
+    assert torch.equal(whole.cache.value, part.cache.value)
+    later = {s: [7] for s in chunks}
+    nobody = part.step(later, dict.fromkeys(chunks, 0))
+    want = whole.step(later)
+    assert not any(torch.equal(nobody[s], want[s]) for s in chunks)
+    assert torch.equal(whole.cache.key, part.cache.key)
 
 
 def test_float16_caches_hold_what_the_torch_decoder_writes(config: ModelConfig) -> None:

@@ -102,23 +102,23 @@ void Layer::add(const Projection& projection, const Norm& post_norm, const float
     });
 }
 
-void Layer::after_attention(const Step& step, const float* attention, Workspace& workspace,
+void Layer::after_attention(float* x, int64_t rows, const float* attention, Workspace& workspace,
                             ThreadPool& pool) const {
     const int64_t hidden = shape_.hidden, inner = shape_.intermediate;
     const int64_t q_size = int64_t(shape_.num_heads) * shape_.head_dim;
-    const int64_t most = std::min(step.rows, kPieceRows);
+    const int64_t most = std::min(rows, kPieceRows);
     float* scratch = workspace.floats(most * (hidden + inner));
     float* middle = scratch + most * hidden;
-    for (int64_t first = 0; first < step.rows; first += kPieceRows) {
-        const int64_t rows = std::min(kPieceRows, step.rows - first);
-        float* x = step.x + first * hidden;
-        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, rows, x, scratch, pool);
-        LinearArgs args{x, rows, hidden, weights.gate_up.bias, nullptr, middle, inner};
+    for (int64_t first = 0; first < rows; first += kPieceRows) {
+        const int64_t count = std::min(kPieceRows, rows - first);
+        float* piece = x + first * hidden;
+        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, count, piece, scratch, pool);
+        LinearArgs args{piece, count, hidden, weights.gate_up.bias, nullptr, middle, inner};
         args.norm = weights.mlp_norm;
         args.activation = &shape_.activation;
         args.gated = shape_.gated;
         linear(weights.gate_up.weights, args, pool, isa_);
-        add(weights.down, weights.mlp_post_norm, middle, inner, rows, x, scratch, pool);
+        add(weights.down, weights.mlp_post_norm, middle, inner, count, piece, scratch, pool);
     }
 }
 

@@ -78,9 +78,10 @@ public:
     // (nullptr: none) -> K and V to the cache; q stays in step.qkv.
     void before_attention(const Step& step, const float* rope, void* key, void* value, ThreadPool& pool) const;
 
-    // x += o(attention [rows, num_heads * head_dim]), x += mlp(norm(x)); each half normed before it is added
+    // x [rows, hidden] += o(attention [rows, num_heads * head_dim]), x += mlp(norm(x)); each half normed before it is added
     // where there are post norms.
-    void after_attention(const Step& step, const float* attention, Workspace& workspace, ThreadPool& pool) const;
+    void after_attention(float* x, int64_t rows, const float* attention, Workspace& workspace,
+                         ThreadPool& pool) const;
 
     const LayerShape& shape() const { return shape_; }
 

@@ -98,11 +98,12 @@ void bind_layer(nb::module_& m) {
             "step"_a, "rope"_a, "key"_a, "value"_a, "pool"_a)
         .def(
             "after_attention",
-            [](const Layer& layer, const Step& step, uintptr_t attention, Workspace& workspace, ThreadPool& pool) {
+            [](const Layer& layer, uintptr_t x, int64_t rows, uintptr_t attention, Workspace& workspace,
+               ThreadPool& pool) {
                 nb::gil_scoped_release release;
-                layer.after_attention(step, at<const float>(attention), workspace, pool);
+                layer.after_attention(at<float>(x), rows, at<const float>(attention), workspace, pool);
             },
-            "step"_a, "attention"_a, "workspace"_a, "pool"_a);
+            "x"_a, "rows"_a, "attention"_a, "workspace"_a, "pool"_a);
 
     m.def(
         "embed",

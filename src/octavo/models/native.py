@@ -59,8 +59,9 @@ class NativeDecoder:
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """Compute one step: K and V of its tokens go to the cache, the result is ``[num_tokens, hidden]``.
 
-        Hidden states are those before the final norm. Raises ValueError, before anything is written, for a
-        token, position or slot that there is not.
+        Hidden states are those before the final norm; rows that ``batch.rows_read`` leaves out stay as they
+        are before the last layer's attention, as nothing else needs them. Raises ValueError, before anything
+        is written, for a token, position or slot that there is not.
         """
         self._ready()
         plan = attention.plan(batch)
@@ -74,13 +75,31 @@ class NativeDecoder:
         scale = self.config.embedding_scale
         workspace, pool = self._workspace, self.pool
         kernel.embed(self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa)
-        for layer, rope, kv in zip(self._native, ropes, layers, strict=True):
+        for i, (layer, rope, kv) in enumerate(zip(self._native, ropes, layers, strict=True)):
             layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), pool)
-            out = attention.run(step.q, kv, plan)
-            layer.after_attention(step.native, out.data_ptr(), workspace, pool)
+            if i == len(layers) - 1 and batch.rows_read is not None:
+                self._finish_rows_read(batch, attention, step, kv)
+            else:
+                out = attention.run(step.q, kv, plan)
+                layer.after_attention(step.x.data_ptr(), step.rows, out.data_ptr(), workspace, pool)
         return step.x
 
     __call__ = forward
+
+    def _finish_rows_read(
+        self, batch: ForwardBatch, attention: AttentionBackend, step: kernel.Step, kv: KVLayer
+    ) -> None:
+        """The last layer after its K and V are written: of the step's rows only those that are read."""
+        rows = batch.read_rows()
+        if not len(rows):
+            return
+        x = step.x.numpy()  # numpy's indexing starts no threads, which would wait on the pool's cores
+        part = torch.from_numpy(x[rows])
+        out = attention.run(torch.from_numpy(step.q.numpy()[rows]), kv, attention.plan_read(batch))
+        self._native[-1].after_attention(
+            part.data_ptr(), len(rows), out.data_ptr(), self._workspace, self.pool
+        )
+        x[rows] = part.numpy()
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
