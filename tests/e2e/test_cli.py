@@ -108,6 +108,7 @@ def test_version():
         (["run", "--kv-cache-memory", "9" * 400], ["--kv-cache-memory", "a size is a number of bytes"]),
         (["run", "--block-size", "12"], ["power of two", "12"]),
         (["run", "--weights", "q2_k"], ["--weights", "auto, float32, float16, bfloat16, q8_0, q4_1"]),
+        (["run", "--activations", "int4"], ["--activations", "float32, int8", "int4"]),
         (["run", "--max-model-len", "8q"], ["8k", "8q"]),
         (["run", "--max-model-len", "0"], ["--max-model-len", "'0'"]),
         (["run", "--threads", "0"], ["--threads"]),
