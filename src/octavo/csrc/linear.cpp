@@ -255,9 +255,9 @@ void int8_sums(const Int8Kernels& kernels, const PackedWeight& weight, int64_t p
                int64_t t, int64_t tiles, float* sums) {
     const uint8_t* base = weight.data() + panel * weight.panel_bytes();
     Int8Task task{base, weight.inputs(), x, sums};
-    // The tiles share in asking for the next panel, while this one is in the cache; a single one asks ahead of itself.
-    const int64_t ahead = tiles > 1 ? weight.panel_bytes() : weight.panel_bytes() * kAhead / task.k;
-    ask_for(&task, int(kInt8Block), base + ahead, weight.panel_bytes(), t, tiles);
+    // The tiles share in asking for the next panel, while this one is in the cache. A single one is bound by memory, and
+    // the hardware's prefetcher does better alone (docs/decisions.md).
+    if (tiles > 1) ask_for(&task, int(kInt8Block), base + weight.panel_bytes(), weight.panel_bytes(), t, tiles);
     kernels.tile[int(weight.type())][rows - 1](task);
 }
 
@@ -287,11 +287,16 @@ void int8_linear(const Call& call, const std::vector<Group>& groups, ThreadPool&
     thread_local std::vector<uint8_t> prepared;
     if (int64_t(prepared.size()) < call.args.rows * row_bytes) prepared.resize(size_t(call.args.rows * row_bytes));
     uint8_t* x = prepared.data();
-    for_tiles(blocks, pool, [&](int64_t first, int64_t end) {
+    const auto quantize = [&](int64_t first, int64_t end) {
         int64_t stride;
         const float* rows = normed_rows(call, first, end, inputs, &stride);
         kernels.quantize(rows, stride, int(end - first), inputs / kInt8Block, x + first * row_bytes);
-    });
+    };
+    if (call.args.rows <= kernels.rows) {
+        quantize(0, call.args.rows);
+    } else {
+        for_tiles(blocks, pool, quantize);
+    }
     pool.run(blocks.count * count, [&](int, int64_t item) {
         const int64_t begin = blocks.start(item / count), rows = blocks.start(item / count + 1) - begin;
         if (rows > 0) int8_group(call, kernels, groups[size_t(item % count)], begin, rows, x + begin * row_bytes);
