@@ -50,7 +50,7 @@ class LLM:
             layers for all of them; beside the others weights are float32.
         activations: "float32", or "int8": what is multiplied with the weights is rounded to 8 bits a value,
             each 32 with a scale of their own. Faster, and other numbers. Only with "fused" attention, and for
-            weights in Q8_0, Q4_0, Q4_1 or Q4_K; others in the same checkpoint keep float32, with a warning.
+            quantised weights; a product with float weights among others keeps float32, with a warning.
         block_size: tokens per KV block, a power of two from 1 to 256.
         kv_dtype: how K and V are stored, "float32" or "float16".
         kv_cache_memory: size of the KV pool, such as "2GiB" or a number of bytes. By default half of

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from octavo.kernels import linear_int8, native
-from octavo.kernels.linear import PackedLinear, int8_types
+from octavo.kernels.linear import PackedLinear, int8_types, weight_formats
 
 from .paged import pool
-from .stored import bits, edge_matrix, layer_of, multiply, random_matrix, values_of
+from .stored import SCALES, bits, edge_matrix, layer_of, multiply, random_matrix, values_of
 
 TYPES = tuple(int8_types())
 #: Around every size of a register tile, 4 and 8.
@@ -32,8 +32,8 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def test_the_types_that_have_a_kernel() -> None:
-    assert TYPES == ("q8_0", "q4_0", "q4_1", "q4_k")
-    with pytest.raises(ValueError, match="activations in int8 need q8_0, q4_0, q4_1, q4_k, got f32"):
+    assert TYPES == ("q8_0", "q4_0", "q4_1", "q5_0", "q4_k", "q6_k")
+    with pytest.raises(ValueError, match=r"activations in int8 need q8_0, q4_0, .*, q6_k, got f32"):
         linear_int8.fields(random_matrix("f32", 2, 32))
 
 
@@ -41,7 +41,7 @@ def test_the_types_that_have_a_kernel() -> None:
 def test_fields_are_those_of_the_format(kind: str) -> None:
     for stored in (random_matrix(kind, 20, 512), edge_matrix(kind, 20, 512)):
         values, scales, offsets = linear_int8.fields(stored)
-        weights = scales[..., None] * values
+        weights = scales.repeat_interleave(32 // scales.shape[2], 2) * values
         if offsets is not None:
             weights = weights + offsets[..., None]
         assert torch.equal(weights.reshape(20, 512), values_of(stored))
@@ -67,8 +67,10 @@ def test_the_largest_sums_are_exact(kind: str, isa: str) -> None:
     inputs = 512
     for byte in (0x00, 0x7F, 0x80, 0xFF):
         stored = random_matrix(kind, 16, inputs)
-        blocks = stored.data.view(-1, {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q4_k": 144}[kind])
-        blocks[:, {"q8_0": 2, "q4_0": 2, "q4_1": 4, "q4_k": 16}[kind] :] = byte
+        blocks = stored.data.view(-1, weight_formats()[kind].block_bytes)
+        for at in range(blocks.shape[1]):
+            if not any(scale <= at < scale + 2 for scale in SCALES[kind]):
+                blocks[:, at] = byte
         for x in (
             torch.ones(5, inputs),
             -torch.ones(5, inputs),
@@ -135,7 +137,7 @@ def test_bias_residual_parts_and_rows_that_lie_apart() -> None:
     layer = layer_of(*parts, threads=2)
     for rows in (1, 5, 30):
         wide = torch.randn(rows, 300)
-        x, bias, residual = wide[:, 11:267], torch.randn(84), torch.randn(rows, 84)
+        x, bias, residual = wide[:, 11:267], torch.randn(126), torch.randn(rows, 126)
         want = torch.cat([linear_int8.product(x, part) for part in parts], 1) + bias + residual
         got = multiply(layer, x, "auto", bias, residual=residual, out=residual, int8=True)
         assert same(got, want)
@@ -143,7 +145,7 @@ def test_bias_residual_parts_and_rows_that_lie_apart() -> None:
 
 def test_a_product_with_a_part_that_has_no_kernel_keeps_float32() -> None:
     x = rows_of(9, 256)
-    layer = layer_of(random_matrix("q8_0", 20, 256), random_matrix("q5_0", 20, 256))
+    layer = layer_of(random_matrix("q8_0", 20, 256), random_matrix("f16", 20, 256))
     assert same(multiply(layer, x, "auto", int8=True), multiply(layer, x, "auto"))
     alone = layer_of(random_matrix("q8_0", 20, 256))
     assert not same(multiply(alone, x, "auto", int8=True), multiply(alone, x, "auto"))

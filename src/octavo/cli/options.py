@@ -92,7 +92,7 @@ Weights = Annotated[
 ]
 ACTIVATIONS_HELP = (
     f"What is multiplied with the weights: {' or '.join(ACTIVATIONS)} (faster, other numbers; "
-    "needs weights in Q8_0, Q4_0, Q4_1 or Q4_K)."
+    "needs quantised weights)."
 )
 Activations = Annotated[
     str,

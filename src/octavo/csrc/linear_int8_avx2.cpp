@@ -11,6 +11,7 @@ namespace octavo {
 namespace {
 
 #include "linear_avx2.inl"
+#include "linear_fields.inl"
 
 constexpr int kMostInt8Rows = 4;
 
@@ -21,37 +22,42 @@ inline Int set_bits(const uint8_t* p) {
 }
 
 // _mm256_maddubs_epi16 adds two products of an unsigned and a signed byte and saturates at 16 bits. Here it never
-// does: 2 * 128 * 127 is 32,512, and eight times two products of 4 bits, 16 * 15 * 127, are 30,480.
-template <int Bits, int Zero, int R>
-__attribute__((always_inline)) inline void dot_block(const uint8_t* words, const uint8_t* x, const uint8_t* minus_sums,
-                                                     Int (&sum)[R]) {
+// does: 2 * 128 * 127 is 32,512 for magnitudes of 8 bits. Of smaller fields several are added before that.
+template <int Bits>
+constexpr int kPairs = Bits == 4 ? 8 : Bits == 5 ? 4 : 2;
+static_assert(kPairs<4> * 2 * 15 * 127 < 32768 && kPairs<5> * 2 * 31 * 127 < 32768 && kPairs<6> * 2 * 63 * 127 < 32768);
+
+template <int Bits, int Zero, Part Of, int R>
+OCTAVO_INLINE inline void dot_block(const uint8_t* words, const uint8_t* x, const uint8_t* minus_sums, Int (&sum)[R]) {
     const Int ones = _mm256_set1_epi16(1);
-    _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
     if constexpr (Bits == 8) {
         static_assert(Zero == 128, "the sign is the top bit");
-        _Pragma("GCC unroll 8") for (int w = 0; w < 8; ++w) {
-            const Int field = _mm256_xor_si256(load_bits(words + w * 64), _mm256_set1_epi8(char(0x80)));
+        UNROLL for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_si256();
+        unroll<0, 8>([&](auto w) OCTAVO_INLINE {
+            const Int field = _mm256_xor_si256(four_fields<8, w.value, Of>(words), _mm256_set1_epi8(char(0x80)));
             const Int size = _mm256_abs_epi8(field);
-            _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r) {
-                const Int signed_x = _mm256_sign_epi8(set_bits(x + (w * R + r) * 4), field);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const Int signed_x = _mm256_sign_epi8(set_bits(x + (w.value * R + r) * 4), field);
                 const Int pairs = _mm256_maddubs_epi16(size, signed_x);
                 sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(pairs, ones));
             }
-        }
+        });
     } else {
-        _Pragma("GCC unroll 8") for (int w = 0; w < 4; ++w) {
-            const Int word = load_bits(words + w * 64);
-            const Int low = mask(word, 0x0f0f0f0fu), high = mask(right<4>(word), 0x0f0f0f0fu);
-            _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r) {
-                const Int a = _mm256_maddubs_epi16(low, set_bits(x + (w * R + r) * 4));
-                const Int b = _mm256_maddubs_epi16(high, set_bits(x + ((w + 4) * R + r) * 4));
-                sum[r] = _mm256_add_epi16(sum[r], _mm256_add_epi16(a, b));
-            }
-        }
-        _Pragma("GCC unroll 16") for (int r = 0; r < R; ++r) {
-            sum[r] = _mm256_madd_epi16(sum[r], ones);
-            if (Zero == 8) sum[r] = _mm256_add_epi32(sum[r], left<3>(set_bits(minus_sums + r * 4)));
-        }
+        const Int zeros = _mm256_set1_epi32((Of == Part::kSecond ? 0 : Zero) | (Of == Part::kFirst ? 0 : Zero) << 16);
+        UNROLL for (int r = 0; r < R; ++r) sum[r] = _mm256_madd_epi16(set_bits(minus_sums + r * 4), zeros);
+        unroll<0, 8 / kPairs<Bits>>([&](auto group) OCTAVO_INLINE {
+            Int pairs[R];
+            unroll<0, kPairs<Bits>>([&](auto i) OCTAVO_INLINE {
+                constexpr int w = group.value * kPairs<Bits> + i.value;
+                const Int fields = four_fields<Bits, w, Of>(words);
+                UNROLL for (int r = 0; r < R; ++r) {
+                    const Int products = _mm256_maddubs_epi16(fields, set_bits(x + (w * R + r) * 4));
+                    pairs[r] = i.value == 0 ? products : _mm256_add_epi16(pairs[r], products);
+                }
+            });
+            UNROLL for (int r = 0; r < R; ++r)
+                sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(pairs[r], ones));
+        });
     }
 }
 
@@ -87,21 +93,24 @@ void quantize(const float* x, int64_t stride, int rows, int64_t blocks, uint8_t*
                 inverse = 127.0f / largest;
             }
             const Int finite = _mm256_set1_epi32(bits >= 0x7f800000 ? 0 : -1);
-            Int sums = _mm256_setzero_si256(), bytes = _mm256_setzero_si256();
+            Int sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()}, bytes = sums[0];
             UNROLL for (int c = 0; c < 4; ++c) {
                 const Int q = _mm256_and_si256(_mm256_cvtps_epi32(mul(v[c], set(inverse))), finite);
-                sums = _mm256_add_epi32(sums, q);
+                sums[c / 2] = _mm256_add_epi32(sums[c / 2], q);
                 bytes = either(bytes, _mm256_slli_epi32(mask(q, 255), 8 * c));
             }
-            const int sum = fold(_mm_add_epi32(low_half(sums), high_half(sums)),
-                                 [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+            // Pairs of lanes, then all: both sums lie side by side.
+            const Int pairs = _mm256_hadd_epi32(sums[0], sums[1]);
+            __m128i both = _mm_add_epi32(low_half(pairs), high_half(pairs));
+            both = _mm_hadd_epi32(both, both);
+            const int first = _mm_cvtsi128_si32(both), second = _mm_extract_epi32(both, 1);
             alignas(32) uint32_t lanes[8];
             _mm256_store_si256(reinterpret_cast<Int*>(lanes), bytes);
             for (int w = 0; w < 8; ++w) std::memcpy(out + (w * rows + r) * 4, &lanes[w], 4);
-            const int minus = -sum;
-            const float scaled = scale * float(sum);
+            const int16_t minus[2] = {int16_t(-first), int16_t(-second)};
+            const float scaled = scale * float(first + second);
             std::memcpy(out + (8 * rows + r) * 4, &scale, 4);
-            std::memcpy(out + (9 * rows + r) * 4, &minus, 4);
+            std::memcpy(out + (9 * rows + r) * 4, minus, 4);
             std::memcpy(out + (10 * rows + r) * 4, &scaled, 4);
         }
     }

@@ -11,26 +11,28 @@ namespace octavo {
 namespace {
 
 #include "linear_portable.inl"
+#include "linear_fields.inl"
 
-constexpr int kMostInt8Rows = 4;
+constexpr int kMostInt8Rows = 2;
 
-template <int Bits, int Zero, int R>
-inline void dot_block(const uint8_t* words, const uint8_t* x, const uint8_t*, Int (&sum)[R]) {
+template <int Bits, int Zero, Part Of, int R>
+inline void dot_block(const uint8_t* words, const uint8_t* x, const uint8_t* minus_sums, Int (&sum)[R]) {
     for (int r = 0; r < R; ++r) {
-        int32_t total[kLanes] = {};
-        for (int w = 0; w < 8; ++w) {
-            int8_t q[4];
-            std::memcpy(q, x + (w * R + r) * 4, 4);
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const uint8_t* fields = words + (w % Bits * kLanes + lane) * 4;
-                for (int c = 0; c < 4; ++c) {
-                    const int field = Bits == 8 ? fields[c] : fields[c] >> (w / 4 * 4) & 15;
-                    total[lane] += (field - Zero) * q[c];
-                }
-            }
-        }
-        std::memcpy(sum[r].lane, total, sizeof total);
+        int16_t minus[2];
+        std::memcpy(minus, minus_sums + r * 4, 4);
+        const int of_x = (Of == Part::kSecond ? 0 : minus[0]) + (Of == Part::kFirst ? 0 : minus[1]);
+        sum[r] = map<Int>([&](int) { return uint32_t(Zero * of_x); });
     }
+    unroll<0, 8>([&](auto w) {
+        const Int fields = four_fields<Bits, w.value, Of>(words);
+        for (int r = 0; r < R; ++r) {
+            int8_t q[4];
+            std::memcpy(q, x + (w.value * R + r) * 4, 4);
+            for (int lane = 0; lane < kLanes; ++lane)
+                for (int c = 0; c < 4; ++c)
+                    sum[r].lane[lane] += uint32_t(int32_t(fields.lane[lane] >> (8 * c) & 255) * q[c]);
+        }
+    });
 }
 
 #include "linear_int8.inl"
@@ -51,17 +53,16 @@ void quantize(const float* x, int64_t stride, int rows, int64_t blocks, uint8_t*
                 scale = largest / 127.0f;
                 inverse = 127.0f / largest;
             }
-            int32_t sum = 0;
+            int16_t minus[2] = {0, 0};
             for (int k = 0; k < kInt8Block; ++k) {
                 // To the nearest, ties to even: the rounding mode that every process starts with.
                 const int32_t q = finite ? int32_t(std::lrintf(from[k] * inverse)) : 0;
-                sum += q;
+                minus[k / 16] = int16_t(minus[k / 16] - q);
                 out[(k % 8 * rows + r) * 4 + k / 8] = uint8_t(q);
             }
-            const int32_t minus = -sum;
-            const float scaled = scale * float(sum);
+            const float scaled = scale * float(-(minus[0] + minus[1]));
             std::memcpy(out + (8 * rows + r) * 4, &scale, 4);
-            std::memcpy(out + (9 * rows + r) * 4, &minus, 4);
+            std::memcpy(out + (9 * rows + r) * 4, minus, 4);
             std::memcpy(out + (10 * rows + r) * 4, &scaled, 4);
         }
     }

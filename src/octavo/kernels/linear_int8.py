@@ -26,8 +26,8 @@ class Quantized(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """A weight is ``scale * value + offset``: values int64 ``[outputs, blocks, 32]``, the others float32
-    ``[outputs, blocks]``; ``offset`` None where a type has none."""
+    """A weight is ``scale * value + offset``: values int64 ``[outputs, blocks, 32]``, scales float32
+    ``[outputs, blocks, n]`` for n runs of 32 / n values, offsets ``[outputs, blocks]`` where there are."""
 
     values: Tensor
     scales: Tensor
@@ -52,25 +52,42 @@ def fields(stored: StoredMatrix) -> Fields:
         raise ValueError(f"activations in int8 need {', '.join(int8_types())}, got {stored.type}")
     form = weight_formats()[stored.type]
     blocks = stored.data.view(stored.outputs, -1, form.block_bytes)
-    first = _halves(blocks[..., 0:2])
+    if stored.type == "q4_k":
+        return _q4_k(blocks)
+    if stored.type == "q6_k":
+        return _q6_k(blocks)
+    scales = _halves(blocks[..., 0:2])[..., None]
     if stored.type == "q8_0":
-        return Fields(blocks[..., 2:].contiguous().view(torch.int8).long(), first, None)
-    if stored.type == "q4_0":
-        return Fields(_nibbles(blocks[..., 2:]) - 8, first, None)
+        return Fields(blocks[..., 2:].contiguous().view(torch.int8).long(), scales, None)
     if stored.type == "q4_1":
-        return Fields(_nibbles(blocks[..., 4:]), first, _halves(blocks[..., 2:4]))
-    # Q4_K: eight blocks with scales and minima of 6 bits; two blocks share 32 bytes.
+        return Fields(_nibbles(blocks[..., 4:]), scales, _halves(blocks[..., 2:4]))
+    if stored.type == "q4_0":
+        return Fields(_nibbles(blocks[..., 2:]) - 8, scales, None)
+    fifth = blocks[..., 2:6].contiguous().view(torch.int32).long() >> torch.arange(32) & 1
+    return Fields((_nibbles(blocks[..., 6:]) | fifth << 4) - 16, scales, None)
+
+
+def _q4_k(blocks: Tensor) -> Fields:
+    """Eight blocks with scales and minima of 6 bits; two of them share 32 bytes."""
     low, middle, high = (blocks[..., i : i + 4].int() for i in (4, 8, 12))
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
-    pairs = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 1, 32).long()
-    values = torch.cat([pairs & 15, pairs >> 4], -2).reshape(stored.outputs, -1, BLOCK)
-    second = _halves(blocks[..., 2:4])
-    return Fields(
-        values,
-        (first[..., None] * scales).reshape(stored.outputs, -1),
-        (second[..., None] * -minima).reshape(stored.outputs, -1),
+    pairs = blocks[..., 16:].reshape(*blocks.shape[:2], 4, 1, 32).long()
+    values = torch.cat([pairs & 15, pairs >> 4], -2)
+    d, dmin = (_halves(blocks[..., i : i + 2])[..., None] for i in (0, 2))
+    return Fields(values.flatten(1, 3), (d * scales).flatten(1)[..., None], (dmin * -minima).flatten(1))
+
+
+def _q6_k(blocks: Tensor) -> Fields:
+    """Two halves of four blocks: low nibbles of 64 bytes, the high ones, and upper bits at 0, 2, 4 and 6."""
+    low = blocks[..., :128].reshape(*blocks.shape[:2], 2, 1, 2, 32).long()
+    low = torch.cat([low & 15, low >> 4], -3).flatten(-3, -2)
+    high = (
+        blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32).long() >> torch.arange(0, 8, 2)[:, None] & 3
     )
+    values = (low | high << 4).flatten(1, 3) - 32
+    scales = _halves(blocks[..., 208:])[..., None] * blocks[..., 192:208].contiguous().view(torch.int8)
+    return Fields(values, scales.reshape(len(scales), -1, 2), None)
 
 
 def product(x: Tensor, stored: StoredMatrix) -> Tensor:
@@ -82,9 +99,11 @@ def product(x: Tensor, stored: StoredMatrix) -> Tensor:
     rows, weight = quantize(x), fields(stored)
     total = torch.zeros(x.shape[0], stored.outputs)
     for b in range(rows.scales.shape[1]):
-        # Below 2^24: exact as float32.
-        sums = (rows.values[:, b].double() @ weight.values[:, b].double().T).float()
-        total = _fma(sums * weight.scales[:, b], rows.scales[:, b, None], total)
+        parts = weight.scales.shape[2]
+        for part, run in enumerate(torch.arange(BLOCK).chunk(parts)):
+            # Below 2^24: exact as float32.
+            sums = (rows.values[:, b, run].double() @ weight.values[:, b, run].double().T).float()
+            total = _fma(sums * weight.scales[:, b, part], rows.scales[:, b, None], total)
         if weight.offsets is not None:
             own = rows.scales[:, b] * rows.values[:, b].sum(-1).float()
             total = _fma(weight.offsets[:, b], own[:, None], total)
