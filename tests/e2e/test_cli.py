@@ -242,8 +242,7 @@ class TestAnswers:
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2_path")
 def test_one_json_object_says_everything():
-    options = ("--json", "--activations", "int8", "--prompt", "What is the capital of France?")
-    result = octavo("run", MODEL, *SMALL, *options)
+    result = octavo("run", MODEL, *SMALL, "--json", "--prompt", "What is the capital of France?")
     assert result.returncode == 0, text(result.stderr)
     assert len(text(result.stdout).splitlines()) == 1
     answer = json.loads(result.stdout)
@@ -254,7 +253,7 @@ def test_one_json_object_says_everything():
     assert isinstance(answer["cache_miss_reason"], str)
     assert answer["attention"] == "fused"
     assert answer["isa"]
-    assert (answer["weights"], answer["activations"]) == ("auto", "int8")
+    assert (answer["weights"], answer["activations"]) == ("auto", "float32")
     timings = answer["timings"]
     assert 0 < timings["first_token_s"] <= timings["total_s"]
     assert timings["load_s"] > 0

@@ -294,6 +294,34 @@ def test_activations_in_int8_are_refused_where_they_cannot_be(
         LLM(tokenized, **{"activations": "int8", "num_blocks": 8} | options)
 
 
+def test_the_command_line_takes_activations(tokenized: str) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from octavo.cli import main; main()",
+        "run",
+        tokenized,
+        "--raw",
+        "--json",
+    ]
+    options = [
+        "--prompt",
+        "abc",
+        "--max-tokens",
+        "3",
+        "--weights",
+        "q8_0",
+        "--activations",
+        "int8",
+        "--threads",
+        "1",
+    ]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True, timeout=120)
+    answer = json.loads(done.stdout)
+    assert (answer["weights"], answer["activations"]) == ("q8_0", "int8")
+    assert len(answer["token_ids"]) == 3
+
+
 def test_what_keeps_float32_activations_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file of two types: the products with a matrix that has no such kernel."""
     checkpoint = open_checkpoint(
