@@ -84,6 +84,8 @@ void int8_tile(const Int8Task& task) {
                 add_part(Const<Part::kAll>{}, block.scale(lane, 0));
             } else {
                 add_part(Const<Part::kFirst>{}, block.scale(lane, 0));
+                // Each half reads x for itself: registers do not hold it, and the compiler would spill it.
+                asm volatile("" : : : "memory");
                 add_part(Const<Part::kSecond>{}, block.scale(lane, 1));
             }
             if constexpr (Block::kOffset) {
