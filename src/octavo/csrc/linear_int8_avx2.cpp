@@ -21,6 +21,9 @@ inline Int set_bits(const uint8_t* p) {
     return _mm256_set1_epi32(bits);
 }
 
+// Ends a sum here: the compiler would put off additions, and store what it has not added.
+inline void keep(Int* sum) { asm volatile("" : "+x"(*sum)); }
+
 // _mm256_maddubs_epi16 adds two products of an unsigned and a signed byte and saturates at 16 bits. Here it never
 // does: 2 * 128 * 127 is 32,512 for magnitudes of 8 bits. Of smaller fields several are added before that.
 template <int Bits>
@@ -40,6 +43,7 @@ OCTAVO_INLINE inline void dot_block(const uint8_t* words, const uint8_t* x, cons
                 const Int signed_x = _mm256_sign_epi8(set_bits(x + (w.value * R + r) * 4), field);
                 const Int pairs = _mm256_maddubs_epi16(size, signed_x);
                 sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(pairs, ones));
+                keep(&sum[r]);
             }
         });
     } else {
@@ -53,6 +57,7 @@ OCTAVO_INLINE inline void dot_block(const uint8_t* words, const uint8_t* x, cons
                 UNROLL for (int r = 0; r < R; ++r) {
                     const Int products = _mm256_maddubs_epi16(fields, set_bits(x + (w * R + r) * 4));
                     pairs[r] = i.value == 0 ? products : _mm256_add_epi16(pairs[r], products);
+                    keep(&pairs[r]);
                 }
             });
             UNROLL for (int r = 0; r < R; ++r)
