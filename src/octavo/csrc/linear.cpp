@@ -118,12 +118,13 @@ void direct_sums(const Call& call, const PackedWeight& weight, int64_t panel, in
     task.x_stride = args.x_stride;
     task.sums = sums;
     task.sums_panel = rows * kLinearPanel;
+    const int every = kAskEvery[int(weight.type())];
     if (tiles > 1) {
         // The tiles share in asking for the next panels, while these are in the cache.
-        ask_for(&task, kAskEvery[int(weight.type())], base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
+        ask_for(&task, every, base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
     } else if (kUnits[int(weight.type())].k > 2) {
         // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
-        ask_for(&task, kAskEvery[int(weight.type())], base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
+        ask_for(&task, every, base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
     }
     call.kernels.direct[int(weight.type())][rows - 1][wide](task);
 }

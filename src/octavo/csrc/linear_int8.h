@@ -19,7 +19,7 @@
 namespace octavo {
 
 // Most rows that any tile holds; Int8Kernels::rows has an instruction set's own.
-constexpr int kInt8Rows = 12;
+constexpr int kInt8Rows = 8;
 constexpr int64_t kInt8Block = 32;
 // Of one row and block in a packed tile.
 constexpr int64_t kInt8BlockBytes = kInt8Block + 12;
