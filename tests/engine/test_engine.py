@@ -445,6 +445,7 @@ def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
     others = [
         (replace(config, attention="sdpa"), *base[1:]),
         (replace(config, weights="float32"), *base[1:]),
+        (replace(config, activations="int8"), *base[1:]),
         (replace(config, cache=replace(cache, kv_dtype="float16")), *base[1:]),
         (replace(config, cache=replace(cache, block_size=32)), *base[1:]),
         (config, replace(model, rope=RopeConfig(theta=5.0)), *base[2:]),

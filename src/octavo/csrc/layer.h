@@ -66,6 +66,7 @@ struct LayerShape {
     int head_dim;
     bool gated;
     Activation activation;
+    bool int8;  // as in LinearArgs, of every product
 };
 
 class Layer {
@@ -117,6 +118,7 @@ struct LogitsArgs {
     const int64_t* take;
     int64_t rows;
     float* out;
+    bool int8;  // as in LinearArgs
 };
 void logits(const LogitsArgs& args, Workspace& workspace, ThreadPool& pool, const Isa& isa);
 

@@ -21,10 +21,13 @@ from octavo.models.rope import RopeTable
 class NativeDecoder:
     """The same face as ``Decoder``, on the CPU and with ``fused`` attention. Matrices keep their stored bits.
 
-    One step at a time: its buffers are reused. ``isa`` forces the kernels (tests).
+    One step at a time: its buffers are reused. ``isa`` forces the kernels (tests). ``int8``: what is
+    multiplied with weights is rounded to 8 bits a value, as for ``PackedLinear``.
     """
 
-    def __init__(self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto") -> None:
+    def __init__(
+        self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto", int8: bool = False
+    ) -> None:
         self.config = config
         self.pool = pool
         self._isa = isa
@@ -37,6 +40,7 @@ class NativeDecoder:
             head_dim=config.head_dim,
             gated=config.gated_mlp,
             activation=config.activation,
+            int8=int8,
         )
         hidden, vocab = config.hidden_size, config.vocab_size
         learned, rotary = config.positions == "learned", config.positions == "rope"
@@ -104,7 +108,10 @@ class NativeDecoder:
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
         self._ready()
-        return kernel.logits(self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa)
+        int8 = self._shape.int8
+        return kernel.logits(
+            self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa, int8
+        )
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""
@@ -115,9 +122,13 @@ class NativeDecoder:
 
     def step_matrices(self) -> list[_native.PackedWeight]:
         """What every step reads whole: the layers' matrices and the head, but not tables read row by row."""
+        return [weight for product in self.products() for weight in product]
+
+    def products(self) -> list[list[_native.PackedWeight]]:
+        """The matrices of every product of a step: those of Q, K and V are one."""
         self._ready()
         linears = [linear for projections, _ in self._layers for linear, _ in projections.values()]
-        return [weight for linear in (*linears, self._head) for weight in linear.weights]
+        return [linear.weights for linear in (*linears, self._head)]
 
     def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
         """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
