@@ -386,6 +386,9 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
     rates: Annotated[str, typer.Option(metavar="NUMBERS", help="compress_rate of C2PSA.")] = "1,2,4",
     topks: Annotated[str, typer.Option(metavar="NUMBERS", help="topk of C2PSA.")] = "8,32",
     projected_len: Annotated[int, typer.Option(min=1, help="Rows of Linformer's keys and values.")] = 32,
+    recovery_steps: Annotated[
+        int, typer.Option(min=0, help="Steps of Adam a layer that fit fewer heads to the texts.")
+    ] = 60,
     threads: opt.Threads = None,
 ) -> None:
     """What an attention costs in quality: MHA, Linformer and C2PSA fine-tuned on the same rows.
@@ -408,6 +411,7 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
             rates=_numbers(rates),
             topks=_numbers(topks),
             projected_len=projected_len,
+            recovery_steps=recovery_steps,
             threads=threads or usable_cpus(),
         )
         out.parent.mkdir(parents=True, exist_ok=True)
