@@ -154,7 +154,8 @@ def _ms(row: Row, key: str) -> str:
 
 
 def _mark(row: Row, key: str) -> str:
-    return "~" if row[key.replace("bytes", "fitted")] else ""
+    """Times are never fitted."""
+    return "~" if key.endswith("_bytes") and row[key.replace("bytes", "fitted")] else ""
 
 
 def _mib(row: Row, key: str) -> str:
@@ -189,7 +190,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
         _lines(ax, _rows(result, section), key, by, unit)
         about = result["sections"][section]
         fixed = f"{about['length']:,} tokens, " if by == "batch" else ""
-        ax.set_title(f"{label} ({fixed}{about['threads']} threads)", fontsize=10)
+        ax.set_title(f"{label} ({fixed}threads: {about['threads']})", fontsize=10)
         ax.set_xlabel(by if by == "batch" else "tokens")
     if heads:
         ax = axes[len(panels)]
@@ -214,7 +215,7 @@ def _lines(ax: Any, rows: list[Row], key: str, by: str, unit: float) -> None:
         style = next((line for start, line in styles.items() if name.startswith(start)), "-")
         x, y = [row[by] for row in own], [row[key] / unit for row in own]
         (line,) = ax.plot(x, y, style, label=name, linewidth=1.2)
-        fitted = [row.get(key.replace("bytes", "fitted"), False) for row in own]
+        fitted = [bool(_mark(row, key)) for row in own]
         for hollow in (False, True):
             at = [(a, b) for a, b, f in zip(x, y, fitted, strict=True) if f == hollow]
             face = "none" if hollow else line.get_color()
