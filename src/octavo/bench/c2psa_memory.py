@@ -143,26 +143,29 @@ def in_own_process(job: Callable[[], int]) -> int:
 
 
 def block_bytes(settings: C2psaSettings, variant: Variant, size: tuple[int, int], training: bool) -> int:
-    """Peak bytes of one module's pass over ``size`` (batch, length), in this process."""
+    """Peak bytes of one module's pass over ``size`` (batch, length), in this process.
+
+    Its input and, in training, the gradient of its output are the caller's and there before.
+    """
     _settle(settings)
     batch, length = size
     module = variant.make(settings.shape, length).train(training).to(settings.device)
 
-    def step(x: torch.Tensor) -> None:
+    def given(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = torch.randn(batch, length, settings.shape.d_model, device=settings.device)
+        return x.requires_grad_(training), torch.ones_like(x) if training else None
+
+    def step(x: torch.Tensor, out_grad: torch.Tensor | None) -> None:
         with torch.set_grad_enabled(training):
             out = module(x)
-            if training:
-                torch.autograd.backward(out, torch.ones_like(out))
+            if out_grad is not None:
+                torch.autograd.backward(out, out_grad)
 
-    def tokens(batch: int, length: int) -> torch.Tensor:
-        x = torch.randn(batch, length, settings.shape.d_model, device=settings.device)
-        return x.requires_grad_(training)
-
-    step(tokens(1, min(length, WARM_UP_TOKENS)))
+    step(*given(1, min(length, WARM_UP_TOKENS)))
     module.zero_grad(set_to_none=True)
-    x = tokens(batch, length)
+    x, out_grad = given(batch, length)
     with _peak(settings.device) as peak:
-        step(x)
+        step(x, out_grad)
     return peak[0]
 
 
