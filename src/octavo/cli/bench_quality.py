@@ -127,8 +127,10 @@ def conversion(
     text: Annotated[
         Path, typer.Option(metavar="FILE", help="Fitted to, but for its last fifth, which is measured on.")
     ] = TEXT,
-    out: Annotated[Path, typer.Option(metavar="JSON", help="The file that is written.")] = RESULTS
-    / "conversion.json",
+    out: Annotated[
+        Path,
+        typer.Option(metavar="JSON", help="Where the result goes; the cases that it holds already are kept."),
+    ] = RESULTS / "conversion.json",
     steps: Annotated[int, typer.Option(min=0, help="Steps of Adam a layer.")] = 60,
     learning_rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Adam's, at the start.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -151,6 +153,7 @@ def conversion(
             cases=bench.scaled(scale),
             recovery=Recovery(steps=steps, learning_rate=learning_rate, seed=seed),
             threads=threads or usable_cpus(),
+            found=json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None,
             progress=bar,
             save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
         )
