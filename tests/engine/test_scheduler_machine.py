@@ -142,6 +142,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.finish(share.request, "error")
         assert self.scheduler.update(output, {}) == []
 
+    @rule(computed=st.booleans())
+    def cut_short(self, computed: bool) -> None:
+        """An interrupt: whatever was decided, all is computed again from the tokens that were taken."""
+        output = self.scheduler.schedule()
+        if computed:
+            self.model.forward(output)
+        self.scheduler.start_over([(r, len(r.output_token_ids)) for r in self.requests if not r.finished])
+
     @rule()
     def reset(self) -> None:
         self.scheduler.reset_prefix_cache()
