@@ -27,6 +27,9 @@ TEXT = Path("benchmarks/data/moby-dick-300k.txt")
 PEERS = Path(".peers")
 CHATS = Path("conversations.jsonl")
 
+Chats = Annotated[
+    Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
 
 
@@ -232,9 +235,7 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
 @app.command("serve")
 def serve(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     sections: Annotated[
         str, typer.Option(metavar="NAMES", help="Which to run, separated by commas.")
     ] = "rates,streams,shares,http,long",
@@ -248,6 +249,7 @@ def serve(
 
     rates: chats that arrive at random. streams: so many chats at once. shares: how much of the system prompt
     all have in common. http: what HTTP costs beside the offline engine. long: a long prompt into 16 answers.
+    Sections of the same model that are in serve.json already, and are not measured now, stay there.
     """
     from rich.console import Console
 
@@ -258,8 +260,7 @@ def serve(
 
     console = Console(stderr=True, soft_wrap=True)
     with plainly(USAGE):
-        names = _names(sections)
-        bench.check_sections(names)
+        bench.check_sections(names := _names(sections))
         settings = bench.Settings(
             model=model,
             data=data,
@@ -271,25 +272,22 @@ def serve(
         )
     with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
+        earlier = bench.read_earlier(path := out / "serve.json")
         result = bench.run(
             settings,
             report=lambda line: console.print(line, style="dim", markup=False),
-            save=lambda so_far: write_json(out / "serve.json", {"command": command_line()} | so_far),
+            save=lambda so_far: write_json(path, bench.joined(earlier, so_far, command_line())),
         )
-        written = [out / "serve.json"]
-        if serve_report.plot(result, out / "serve.png"):
-            written.append(out / "serve.png")
+        drawn = serve_report.plot(bench.joined(earlier, result, command_line()), out / "serve.png")
     for table in serve_report.tables(result):
         _console().print(table)
-    print(f"written: {', '.join(map(str, written))}")
+    print(f"written: {path}" + f", {out / 'serve.png'}" * drawn)
 
 
 @app.command("soak")
 def soak(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long clients come.")] = 10.0,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 24,
     out: Out = RESULTS,
