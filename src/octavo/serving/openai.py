@@ -136,7 +136,12 @@ class OpenAI(Service):
             lambda: [inputs.encode_prompt(self.tokenizer, item, self.max_model_len) for item in given]
         )
         form = CompletionForm(
-            self.tokenizer, prompts, n=params.n, echo=request.echo, logprobs=request.logprobs
+            self.tokenizer,
+            prompts,
+            n=params.n,
+            echo=request.echo,
+            logprobs=request.logprobs,
+            token_ids=request.return_token_ids,
         )
         call = _Call(
             self._head("cmpl", model, form, caller, request.stream), form, RequestLog(caller.request_id)
@@ -172,6 +177,7 @@ class OpenAI(Service):
             self.tokenizer,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             tools=bool(tools.offered),
+            token_ids=request.return_token_ids,
         )
         head = self._head("chatcmpl", model, form, caller, request.stream)
         call = _Call(head, form, RequestLog(caller.request_id))
