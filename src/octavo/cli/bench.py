@@ -26,6 +26,10 @@ app.command("quality")(bench_quality.quality)
 app.command("conversion")(bench_quality.conversion)
 app.command("c2psa")(bench_quality.c2psa)
 
+Chats = Annotated[
+    Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+]
+
 
 @app.command("attention")
 def attention(
@@ -226,9 +230,7 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
 @app.command("serve")
 def serve(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     sections: Annotated[
         str, typer.Option(metavar="NAMES", help="Which to run, separated by commas.")
     ] = "rates,streams,shares,http,long",
@@ -242,6 +244,7 @@ def serve(
 
     rates: chats that arrive at random. streams: so many chats at once. shares: how much of the system prompt
     all have in common. http: what HTTP costs beside the offline engine. long: a long prompt into 16 answers.
+    Sections of the same model that are in serve.json already, and are not measured now, stay there.
     """
     from octavo.bench import serve as bench
     from octavo.bench import serve_report
@@ -249,8 +252,7 @@ def serve(
     from octavo.engine.resources import usable_cpus
 
     with plainly(USAGE):
-        chosen = names(sections)
-        bench.check_sections(chosen)
+        bench.check_sections(chosen := names(sections))
         settings = bench.Settings(
             model=model,
             data=data,
@@ -262,25 +264,22 @@ def serve(
         )
     with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
+        earlier = bench.read_earlier(path := out / "serve.json")
         result = bench.run(
             settings,
             report=reporter(),
-            save=lambda so_far: write_json(out / "serve.json", {"command": command_line()} | so_far),
+            save=lambda so_far: write_json(path, bench.joined(earlier, so_far, command_line())),
         )
-        written = [out / "serve.json"]
-        if serve_report.plot(result, out / "serve.png"):
-            written.append(out / "serve.png")
+        drawn = serve_report.plot(bench.joined(earlier, result, command_line()), out / "serve.png")
     for table in serve_report.tables(result):
         console().print(table)
-    print(f"written: {', '.join(map(str, written))}")
+    print(f"written: {path}" + f", {out / 'serve.png'}" * drawn)
 
 
 @app.command("soak")
 def soak(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long clients come.")] = 10.0,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 24,
     out: Out = RESULTS,
