@@ -47,7 +47,13 @@ def test_rows_and_planes_come_back_as_they_were_stored():
 
     for dtype in ("float32", "float16"):
         cache = KVCache(
-            num_layers=3, num_blocks=4, num_kv_heads=2, block_size=32, head_dim=16, kv_dtype=dtype, plane_layers=(0, 2)
+            num_layers=3,
+            num_blocks=4,
+            num_kv_heads=2,
+            block_size=32,
+            head_dim=16,
+            kv_dtype=dtype,
+            plane_layers=(0, 2),
         )
         generator = torch.Generator().manual_seed(1)
         for part in (cache.key, cache.value, cache.planes):
@@ -55,8 +61,12 @@ def test_rows_and_planes_come_back_as_they_were_stored():
             part.view(torch.uint8).view(-1).copy_(bits)
         rows = cache.read_block(1)
         assert len(rows) == cache.block_bytes
-        others = [part[:, [0, 2]].clone().view(torch.uint8) for part in (cache.key, cache.value, cache.planes)]
+        others = [
+            part[:, [0, 2]].clone().view(torch.uint8) for part in (cache.key, cache.value, cache.planes)
+        ]
         cache.write_block(3, memoryview(bytes(rows)))
         for part, other in zip((cache.key, cache.value, cache.planes), others, strict=True):
-            assert torch.equal(part[:, 3].contiguous().view(torch.uint8), part[:, 1].contiguous().view(torch.uint8))
+            assert torch.equal(
+                part[:, 3].contiguous().view(torch.uint8), part[:, 1].contiguous().view(torch.uint8)
+            )
             assert torch.equal(part[:, [0, 2]].view(torch.uint8), other)

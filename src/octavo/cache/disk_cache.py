@@ -1,9 +1,9 @@
 """The prefix cache's second tier: sealed blocks on disk, saved by a thread of its own. Free of torch.
 
-Two sides meet at a bounded queue. The engine's thread *notes* the blocks that a step sealed, hands in copies of
-their rows, and reads what an earlier process left. The writer's thread commits what is queued, one transaction a
-batch. Nothing here ever waits for the disk to take a block: one that finds no room in the queue is noted again
-after the next step, and not saved when its request ends before there is room.
+Two sides meet at a bounded queue. The engine's thread *notes* the blocks that a step sealed, hands in
+copies of their rows, and reads what an earlier process left. The writer's thread commits what is queued, one
+transaction a batch. Nothing here ever waits for the disk to take a block: one that finds no room in the
+queue is noted again after the next step, and not saved when its request ends before there is room.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Forget:
 class DiskCache:
     """What the scheduler and the engine know of the store.
 
-    ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin`` names the engine's
+    ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin``, 8 bytes, names the engine's
     fingerprint in listings. All but the writer's loop is for the engine's thread.
     """
 
@@ -82,17 +82,17 @@ class DiskCache:
         *,
         block_size: int,
         row_bytes: int,
-        origin: bytes = b"",
+        origin: bytes = bytes(8),
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self._store = store
         self._token_bytes = block_size * TOKEN_BYTES
         self._block_size = block_size
         self._row_bytes = row_bytes
-        self._origin = origin[:8].ljust(8, b"\0")
+        self._origin = origin
         self._max_queued = max(1, queue_bytes // row_bytes)
         self._sealed: list[SealedBlock] = []
-        self._snapshot: lmdb.Transaction | None = None
+        self._snapshot: lmdb.Transaction[memoryview] | None = None
         self._loaded = self._damaged = self._left = 0
         self._saved = self._refused = 0  # the writer's
 
@@ -102,8 +102,8 @@ class DiskCache:
         self._pending: set[bytes] = set()
         self._forgotten: set[bytes] = set()
         self._busy = self._stopping = self._failing = False
-        if store.num_unreadable:
-            log.warning("%s: %d entries of the index are unreadable", store.folder, store.num_unreadable)
+        if store.unreadable:
+            log.warning("%s: %d entries of the index are unreadable", store.folder, len(store.unreadable))
         self._thread = threading.Thread(target=self._run, name="octavo-disk", daemon=True)
         self._thread.start()
         # A script that just ends has its last blocks saved all the same.
@@ -117,11 +117,13 @@ class DiskCache:
 
     # ---- reading
 
-    def fetch(self, root: bytes, digests: Sequence[bytes], packed: bytes | bytearray, first: int) -> list[memoryview]:
+    def fetch(
+        self, root: bytes, digests: Sequence[bytes], packed: bytes | bytearray, first: int
+    ) -> list[memoryview]:
         """Rows of the chain's blocks from number ``first`` on, as far as they are saved, verified.
 
-        ``digests`` are those of all blocks of the chain that may be reused, ``root`` that of its beginning and
-        ``packed`` its tokens. The views live until :meth:`end_reading`.
+        ``digests`` are those of all blocks of the chain that may be reused, ``root`` that of its beginning
+        and ``packed`` its tokens. The views live until :meth:`end_reading`.
         """
         found: list[memoryview] = []
         for index in range(first, len(digests)):
@@ -150,7 +152,12 @@ class DiskCache:
                 raise DamagedRecordError(f"it holds {len(record[2])} bytes of rows, not {self._row_bytes}")
         except (DamagedRecordError, lmdb.Error) as error:
             self._damaged += 1
-            log.warning("%s: block %s is damaged: %s; it is computed again", self._store.folder, digest.hex()[:16], error)
+            log.warning(
+                "%s: block %s is damaged: %s; it is computed again",
+                self._store.folder,
+                digest.hex()[:16],
+                error,
+            )
             self._forgotten.add(digest)
             self._queue_up(_Forget(digest))
             return None
@@ -188,7 +195,7 @@ class DiskCache:
         chain.num_saved = 0
 
     def take_sealed(self) -> list[SealedBlock]:
-        """What was noted since the last call; the rows are to be handed in before a block is given out again."""
+        """What was noted since the last call; to be handed in before a block of them is given out again."""
         sealed, self._sealed = self._sealed, []
         return sealed
 
@@ -219,7 +226,8 @@ class DiskCache:
                 self._wake.notify_all()
 
     def _next_batch(self) -> list[_Put | _Touch | _Forget]:
-        batch, size = [], 0
+        batch: list[_Put | _Touch | _Forget] = []
+        size = 0
         while self._queue and (not batch or size < self._store.batch_bytes):
             item = self._queue.popleft()
             size += self._row_bytes if isinstance(item, _Put) else 0

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class IndexEntry:
-    """A stored block. ``size`` are the bytes that it takes in the file, ``num_tokens`` those of its chain up to
-    its end; ``last_used`` is in milliseconds since 1970; ``origin`` names the fingerprint that it belongs to."""
+    """A stored block.
+
+    ``size`` is in bytes of the file; ``num_tokens`` counts from the chain's start to the block's end;
+    ``last_used`` is in milliseconds since 1970; ``origin`` names the fingerprint that it belongs to.
+    """
 
     parent: bytes
     size: int

@@ -1,8 +1,8 @@
 """Sealed blocks in one file, by their chain digest. Knows bytes only; free of torch.
 
-The file is an LMDB database: memory-mapped, and a copy-on-write tree, so that whatever moment a process or a
-machine ends at, the last transaction that was on the disk is what the next one finds. A record is believed only
-if its checksum says so.
+The file is an LMDB database: memory-mapped, and a copy-on-write tree, so that whatever moment a process or
+a machine ends at, the last transaction that was on the disk is what the next one finds. A record is believed
+only if its checksum says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import lmdb
 
@@ -39,8 +39,8 @@ MIN_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sealed block. ``tokens`` are its packed token ids, ``rows`` its K, V and planes as they lie in memory;
-    ``num_tokens`` counts from the chain's start to the block's end."""
+    """A sealed block. ``tokens`` are its packed token ids, ``rows`` its K, V and planes as they lie in
+    memory; ``num_tokens`` counts from the chain's start to the block's end."""
 
     digest: bytes
     parent: bytes
@@ -94,13 +94,14 @@ class DiskStore:
         self.max_bytes = max_bytes
         self.batch_bytes = min(BATCH_BYTES, max_bytes // 16)
         self.num_evictions = 0
-        #: Entries that were unreadable when the store was opened.
-        self.num_unreadable = 0
+        self._clock = 0
+        #: Keys of the index's entries that were unreadable when the store was opened.
+        self.unreadable: list[bytes] = []
         self._lock = _lock(folder)
         try:
             self._open()
             if self.file_bytes > max_bytes:
-                self.prune(max_bytes)
+                self.prune(self.room)
         except BaseException:
             self._lock.close()
             raise
@@ -132,23 +133,27 @@ class DiskStore:
 
     def _read_index(self) -> DiskIndex:
         index = DiskIndex()
-        self.num_unreadable = 0
+        self.unreadable = []
         with self._env.begin(db=self._entries) as transaction:
             for digest, value in transaction.cursor():
                 if len(digest) != DIGEST_BYTES or len(value) != _ENTRY.size:
-                    self.num_unreadable += 1
+                    self.unreadable.append(digest)
                     continue
                 parent, origin, last_used, size, num_tokens = _ENTRY.unpack(value)
                 index.add(digest, IndexEntry(parent, size, num_tokens, last_used, origin))
+                self._clock = max(self._clock, last_used)
         return index
 
     # ---- reading
 
-    def snapshot(self) -> lmdb.Transaction:
+    def snapshot(self) -> lmdb.Transaction[memoryview]:
         """A state to read from; what was read stays as it is until the snapshot is aborted."""
-        return self._env.begin(db=self._blocks, buffers=True)
+        snapshot: lmdb.Transaction[memoryview] = self._env.begin(db=self._blocks, buffers=True)
+        return snapshot
 
-    def read(self, snapshot: lmdb.Transaction, digest: bytes) -> tuple[bytes, bytes, memoryview] | None:
+    def read(
+        self, snapshot: lmdb.Transaction[memoryview], digest: bytes
+    ) -> tuple[bytes, bytes, memoryview] | None:
         """(parent, tokens, rows) of a record, ``rows`` a view that lives as long as the snapshot; None where
         there is none. Raises DamagedRecordError."""
         value = snapshot.get(digest)
@@ -174,13 +179,18 @@ class DiskStore:
     # ---- writing
 
     def commit(
-        self, puts: Iterable[Record], touches: Iterable[bytes] = (), removals: Iterable[bytes] = (), origin: bytes = b""
+        self,
+        puts: Iterable[Record],
+        touches: Iterable[bytes] = (),
+        removals: Iterable[bytes] = (),
+        origin: bytes = bytes(8),
     ) -> None:
         """One transaction: strike out, save, and give up what no longer has room. All or nothing.
 
         Raises lmdb.Error or OSError when the disk does not take it; then the store is as before.
         """
-        now = time.time_ns() // 1_000_000
+        # A clock that stands still or goes back must not put the new before the old.
+        now = self._clock = max(self._clock + 1, time.time_ns() // 1_000_000)
         values = {record.digest: (record, encode(record)) for record in puts}
         try:
             try:
@@ -226,18 +236,15 @@ class DiskStore:
         with self._env.begin(write=True) as transaction:
             self._evict(transaction, num_bytes)
 
-    def _evict(self, transaction: lmdb.Transaction, num_bytes: int) -> None:
-        while self.index.num_bytes > num_bytes:
-            digest = self.index.first()
-            if digest is None:
-                return
+    def _evict(self, transaction: lmdb.Transaction[bytes], num_bytes: int) -> None:
+        while self.index.num_bytes > num_bytes and (digest := self.index.first()) is not None:
             parent = self.index.entries[digest].parent
             self._delete(transaction, digest)
             self.num_evictions += 1
             if parent in self.index.entries:  # it may have inherited a time of use
                 transaction.put(parent, _pack(self.index.entries[parent]), db=self._entries)
 
-    def _delete(self, transaction: lmdb.Transaction, digest: bytes) -> None:
+    def _delete(self, transaction: lmdb.Transaction[bytes], digest: bytes) -> None:
         if digest in self.index.entries:
             self.index.remove(digest)
         transaction.delete(digest, db=self._blocks)
@@ -249,14 +256,15 @@ class DiskStore:
 
         Needs as much free space beside it as what is left takes. Raises OSError or lmdb.Error.
         """
-        self.commit((), removals=removals)
         with self._env.begin(write=True) as transaction:
-            while (digest := self.index.first()) is not None:
-                if self.index.entries[digest].last_used >= unused_since:
-                    break
+            for digest in removals:
                 self._delete(transaction, digest)
+            while (oldest := self.index.first()) is not None:
+                if self.index.entries[oldest].last_used >= unused_since:
+                    break
+                self._delete(transaction, oldest)
                 self.num_evictions += 1
-        self.shrink(max_bytes)
+            self._evict(transaction, max_bytes)
         fresh = self.folder / "compact"
         fresh.mkdir(exist_ok=True)
         copy = fresh / "data.mdb"
@@ -312,14 +320,19 @@ def _lock(folder: Path) -> IO[str]:
 
 def _open_environment(folder: Path, max_bytes: int) -> lmdb.Environment:
     page = os.sysconf("SC_PAGE_SIZE")
+    file = folder / "data.mdb"
+    if file.is_file() and file.stat().st_size > max_bytes:
+        max_bytes += file.stat().st_size  # giving blocks up takes pages too; then the file is made smaller
     try:
         # metasync off: a machine that fails may lose the last transaction, never more and never half of one.
-        environment = lmdb.open(str(folder), map_size=max_bytes // page * page, max_dbs=2, metasync=False, mode=0o600)
+        environment = lmdb.open(
+            str(folder), map_size=max_bytes // page * page, max_dbs=2, metasync=False, mode=0o600
+        )
     except (lmdb.Error, OSError) as error:
         raise ValueError(f"the cache in {folder} cannot be opened: {error}") from None
     # Past the end of a file that was cut short, reading would end the process.
     wanted = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    actual = (folder / "data.mdb").stat().st_size
+    actual = file.stat().st_size
     if actual < wanted and environment.info()["last_txnid"] > 0:
         environment.close()
         raise ValueError(
@@ -328,7 +341,7 @@ def _open_environment(folder: Path, max_bytes: int) -> lmdb.Environment:
     return environment
 
 
-def _databases(environment: lmdb.Environment, folder: Path) -> tuple[object, object]:
+def _databases(environment: lmdb.Environment, folder: Path) -> tuple[Any, Any]:
     with environment.begin() as transaction:
         names = {bytes(name) for name, _ in transaction.cursor()}
     if names - {_BLOCKS, _ENTRIES}:

@@ -84,7 +84,7 @@ class KVCache:
         rows = torch.empty(self.block_bytes, dtype=torch.uint8)
         for place, part in zip(self._split(rows), (self.key, self.value, self.planes), strict=True):
             place.copy_(part[:, block])
-        return memoryview(rows.numpy())
+        return rows.numpy().data
 
     def write_block(self, block: int, rows: memoryview) -> None:
         """Fill a block with what :meth:`read_block` gave for one."""

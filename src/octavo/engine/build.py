@@ -202,8 +202,8 @@ def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskC
     least = MIN_BYTES + MIN_DISK_BLOCKS * record_bytes(TOKEN_BYTES * cache.block_size, block_bytes)
     if max_bytes < least:
         raise ValueError(
-            f"cache_disk must be at least {resources.format_size(least)}, room for {MIN_DISK_BLOCKS} blocks of "
-            f"this model, got {cache.cache_disk!r:.100}"
+            f"cache_disk must be at least {resources.format_size(least)}, room for {MIN_DISK_BLOCKS} blocks "
+            f"of this model, got {cache.cache_disk!r:.100}"
         )
     store = DiskStore(Path(cache.cache_dir), max_bytes)
     return DiskCache(
