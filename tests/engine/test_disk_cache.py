@@ -166,14 +166,14 @@ def test_nothing_is_served_to_another_salt_fingerprint_or_layout(warm, caplog):
 
 
 def test_where_memory_ends_the_disk_goes_on(tiny, warm):
-    """A pool of 16 blocks forgets the first conversation; the store has it, from the block on that memory lost."""
+    """A pool of 16 blocks forgets the first conversation; the store has the rest of it."""
     long, other = prompt(40, 1), prompt(56, 2)
     engine = warm(num_blocks=16)
     engine.run((long, greedy(1)))
     engine.disk.flush()
     engine.run((other, greedy(1)))
-    (output,) = engine.run((long + [50], greedy(6, logprobs=1)))
-    (cold,) = tiny(num_blocks=16).run((long + [50], greedy(6, logprobs=1)))
+    (output,) = engine.run(([*long, 50], greedy(6, logprobs=1)))
+    (cold,) = tiny(num_blocks=16).run(([*long, 50], greedy(6, logprobs=1)))
     assert output.outputs == cold.outputs
     assert output.num_cached_tokens == 40
     assert 0 < output.num_disk_tokens < 40
@@ -263,7 +263,7 @@ def test_a_disk_that_takes_nothing_costs_no_request_and_is_told_once(tiny, warm,
 def test_a_request_that_fails_leaves_nothing_on_disk(warm):
     engine = warm()
     engine.model.nan_on = {120}
-    (output,) = engine.run((prompt(23, 1) + [120], greedy(1)))
+    (output,) = engine.run(([*prompt(23, 1), 120], greedy(1)))
     assert output.error is not None
     engine.disk.flush()
     assert engine.engine.disk_stats.blocks == 0

@@ -72,8 +72,8 @@ class _Forget:
 class DiskCache:
     """What the scheduler and the engine know of the store.
 
-    ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin``, 8 bytes, names the engine's
-    fingerprint in listings. All but the writer's loop is for the engine's thread.
+    ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin``, 8 bytes, names the
+    engine's fingerprint in listings. All but the writer's loop is for the engine's thread.
     """
 
     def __init__(
