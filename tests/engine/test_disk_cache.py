@@ -269,6 +269,22 @@ def test_a_request_that_fails_leaves_nothing_on_disk(warm):
     assert engine.engine.disk_stats.blocks == 0
 
 
+def test_to_forget_the_cache_is_to_forget_the_disk_too(warm):
+    engine = warm()
+    engine.run((prompt(41), greedy(1)))
+    engine.add(prompt(60, 3), greedy(30))
+    for _ in range(3):
+        engine.engine.step()
+    engine.engine.reset_prefix_cache()
+    assert engine.engine.disk_stats.blocks == 0
+    engine.drain()
+    (output,) = engine.run((prompt(41), greedy(1)))
+    assert output.num_cached_tokens == 0
+    (again,) = warm().run((prompt(41), greedy(1)))
+    assert again.num_disk_tokens == 40
+    assert again.outputs == output.outputs
+
+
 def test_the_bound_on_disk_holds_and_what_was_used_last_stays(tiny, warm):
     engine = warm(max_bytes=2**20, num_blocks=512)
     for seed in range(60):

@@ -69,6 +69,14 @@ class _Forget:
     digest: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    pass
+
+
+_Item = _Put | _Touch | _Forget | _Clear
+
+
 class DiskCache:
     """What the scheduler and the engine know of the store.
 
@@ -97,7 +105,7 @@ class DiskCache:
         self._saved = self._refused = 0  # the writer's
 
         self._wake = threading.Condition()
-        self._queue: deque[_Put | _Touch | _Forget] = deque()
+        self._queue: deque[_Item] = deque()
         #: Digests that wait for their transaction: to be saved, and to be struck out.
         self._pending: set[bytes] = set()
         self._forgotten: set[bytes] = set()
@@ -204,7 +212,7 @@ class DiskCache:
         self._pending.add(sealed.digest)
         self._queue_up(_Put(Record(sealed.digest, sealed.parent, sealed.tokens, sealed.num_tokens, rows)))
 
-    def _queue_up(self, item: _Put | _Touch | _Forget) -> None:
+    def _queue_up(self, item: _Item) -> None:
         with self._wake:
             self._queue.append(item)
             self._wake.notify_all()
@@ -225,8 +233,8 @@ class DiskCache:
                 self._busy = False
                 self._wake.notify_all()
 
-    def _next_batch(self) -> list[_Put | _Touch | _Forget]:
-        batch: list[_Put | _Touch | _Forget] = []
+    def _next_batch(self) -> list[_Item]:
+        batch: list[_Item] = []
         size = 0
         while self._queue and (not batch or size < self._store.batch_bytes):
             item = self._queue.popleft()
@@ -234,11 +242,15 @@ class DiskCache:
             batch.append(item)
         return batch
 
-    def _commit(self, batch: Sequence[_Put | _Touch | _Forget]) -> None:
+    def _commit(self, batch: Sequence[_Item]) -> None:
         records = [item.record for item in batch if isinstance(item, _Put)]
         touches = [item.digest for item in batch if isinstance(item, _Touch)]
         removals = [item.digest for item in batch if isinstance(item, _Forget)]
         try:
+            if any(
+                isinstance(item, _Clear) for item in batch
+            ):  # it comes first: what was before it is dropped
+                self._store.clear()
             self._store.commit(records, touches, removals, self._origin)
         except (lmdb.Error, OSError) as error:
             self._refused += len(records)
@@ -257,8 +269,19 @@ class DiskCache:
     def flush(self) -> None:
         """Wait until all that was queued is committed."""
         with self._wake:
-            while self._queue or self._busy:
-                self._wake.wait()
+            while (self._queue or self._busy) and self._thread.is_alive():
+                self._wake.wait(0.1)
+
+    def clear(self) -> None:
+        """Forget everything, here and on disk, and wait until it is done."""
+        self._sealed = []
+        with self._wake:
+            self._queue.clear()
+            self._pending.clear()
+            self._queue.append(_Clear())
+            self._wake.notify_all()
+        self.flush()
+        self._forgotten.clear()
 
     def close(self) -> None:
         """Save what is queued and give the folder free; a no-op when that was done."""

@@ -231,6 +231,13 @@ class DiskStore:
                 if entry is not None:
                     transaction.put(digest, _pack(entry), db=self._entries)
 
+    def clear(self) -> None:
+        """Give up everything; the file keeps its size. Raises lmdb.Error or OSError."""
+        with self._env.begin(write=True) as transaction:
+            transaction.drop(self._blocks, delete=False)
+            transaction.drop(self._entries, delete=False)
+        self.index = DiskIndex()
+
     def shrink(self, num_bytes: int) -> None:
         """Give up blocks until the rest takes no more than ``num_bytes``."""
         with self._env.begin(write=True) as transaction:
@@ -299,7 +306,7 @@ def record_bytes(token_bytes: int, row_bytes: int) -> int:
 def _lock(folder: Path) -> IO[str]:
     path = folder / "owner"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds what people wrote
         file = path.open("a+", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"the cache folder {folder} cannot be written: {error.strerror}") from None

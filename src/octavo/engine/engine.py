@@ -214,7 +214,7 @@ class Engine:
         return bool(self._entries)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix in memory; what runs goes on with its own blocks. The disk keeps its."""
+        """Forget every cached prefix, in memory and on disk; what runs goes on with its own blocks."""
         self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:

@@ -509,7 +509,9 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block in memory. What runs goes on with its own blocks, uncached from here."""
+        """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""
+        if self._disk is not None:
+            self._disk.clear()
         for block in self._cache.clear():
             if self._pool.refs[block] == 0:
                 self._pool.reclaim(block)
