@@ -193,13 +193,17 @@ class DiskStore:
         now = self._clock = max(self._clock + 1, time.time_ns() // 1_000_000)
         values = {record.digest: (record, encode(record)) for record in puts}
         try:
-            try:
-                self._write(values, list(touches), list(removals), origin, now)
-            except lmdb.MapFullError:
-                # Free pages that do not lie side by side hold no record: more room, once.
-                self.index = self._read_index()
-                self.shrink(self.index.num_bytes - self.max_bytes // 8)
-                self._write(values, list(touches), list(removals), origin, now)
+            for part in (8, 4, 2, 1):
+                try:
+                    self._write(values, list(touches), list(removals), origin, now)
+                    return
+                except lmdb.MapFullError:
+                    # Free pages that do not lie side by side hold no record: more room. What a transaction
+                    # frees can be used by the one after the next.
+                    self.index = self._read_index()
+                    self.shrink(self.index.num_bytes - self.index.num_bytes // part)
+                    self.shrink(self.index.num_bytes - 1)
+            self._write(values, list(touches), list(removals), origin, now)
         except BaseException:
             self.index = self._read_index()
             raise
