@@ -221,7 +221,7 @@ def test_a_queue_that_is_full_costs_no_request_and_the_next_turn_saves_what_is_m
 
     def slow(store, *arguments):
         taken.wait(30)
-        commit(store, *arguments)
+        return commit(store, *arguments)
 
     monkeypatch.setattr(DiskStore, "commit", slow)
     engine = warm(queue_bytes=4 * 512)  # four blocks of 512 bytes

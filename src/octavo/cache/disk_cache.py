@@ -41,7 +41,8 @@ class SealedBlock:
 class DiskStats:
     """Where the store stands: ``blocks`` in it and the bytes of its file; the rest only rises.
 
-    ``unsaved`` are blocks of requests that ended before the queue had room, or that the disk did not take;
+    ``unsaved`` are blocks of requests that ended before the queue had room, and blocks that the disk did not
+    take or that had no room in the store;
     ``damaged`` are records that were not what they say, and were computed again.
     """
 
@@ -251,15 +252,16 @@ class DiskCache:
                 isinstance(item, _Clear) for item in batch
             ):  # it comes first: what was before it is dropped
                 self._store.clear()
-            self._store.commit(records, touches, removals, self._origin)
+            saved = self._store.commit(records, touches, removals, self._origin)
         except (lmdb.Error, OSError) as error:
             self._refused += len(records)
             if not self._failing:
                 log.warning("%s does not take more blocks: %s; serving goes on", self._store.folder, error)
             self._failing = True
         else:
-            self._saved += len(records)
-            self._failing = False
+            self._saved += saved
+            self._refused += len(records) - saved
+            self._failing = self._failing and not saved
         finally:
             self._pending.difference_update(record.digest for record in records)
             self._forgotten.difference_update(removals)

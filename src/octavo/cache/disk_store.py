@@ -20,6 +20,7 @@ from typing import IO, Any
 import lmdb
 
 from octavo.cache.disk_index import DiskIndex, IndexEntry
+from octavo.cache.prefix_cache import TOKEN_BYTES
 
 MAGIC, VERSION = b"OCTB", 1
 #: magic, version, SHA-256 of the key and all that follows it, parent, bytes of tokens, bytes of rows.
@@ -47,6 +48,11 @@ class Record:
     tokens: bytes
     num_tokens: int
     rows: bytes | memoryview
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the chain begins with it."""
+        return self.num_tokens * TOKEN_BYTES == len(self.tokens)
 
 
 class DamagedRecordError(Exception):
@@ -184,10 +190,12 @@ class DiskStore:
         touches: Iterable[bytes] = (),
         removals: Iterable[bytes] = (),
         origin: bytes = bytes(8),
-    ) -> None:
+    ) -> int:
         """One transaction: strike out, save, and give up what no longer has room. All or nothing.
 
-        Raises lmdb.Error or OSError when the disk does not take it; then the store is as before.
+        Returns how many of ``puts`` are in the store afterwards; one whose chain has a gap before it is not,
+        since nobody would ever come to it. Raises lmdb.Error or OSError when the disk does not take it; then
+        the store is as before.
         """
         # A clock that stands still or goes back must not put the new before the old.
         now = self._clock = max(self._clock + 1, time.time_ns() // 1_000_000)
@@ -195,15 +203,14 @@ class DiskStore:
         try:
             for part in (8, 4, 2, 1):
                 try:
-                    self._write(values, list(touches), list(removals), origin, now)
-                    return
+                    return self._write(values, list(touches), list(removals), origin, now)
                 except lmdb.MapFullError:
                     # Free pages that do not lie side by side hold no record: more room. What a transaction
                     # frees can be used by the one after the next.
                     self.index = self._read_index()
                     self.shrink(self.index.num_bytes - self.index.num_bytes // part)
                     self.shrink(self.index.num_bytes - 1)
-            self._write(values, list(touches), list(removals), origin, now)
+            return self._write(values, list(touches), list(removals), origin, now)
         except BaseException:
             self.index = self._read_index()
             raise
@@ -215,12 +222,14 @@ class DiskStore:
         removals: list[bytes],
         origin: bytes,
         now: int,
-    ) -> None:
+    ) -> int:
         index = self.index
         with self._env.begin(write=True) as transaction:
             for digest in removals:
                 self._delete(transaction, digest)
             for digest, (record, value) in values.items():
+                if not record.is_first and record.parent not in index.entries:
+                    continue
                 size = _file_bytes(len(value))
                 index.add(digest, IndexEntry(record.parent, size, record.num_tokens, now, origin))
             for digest in touches:
@@ -228,12 +237,13 @@ class DiskStore:
                     index.touch(digest, now)
             self._evict(transaction, self.room)
             for digest, (_, value) in values.items():
-                if digest in index.entries:  # not when it has no room at all
+                if digest in index.entries:
                     transaction.put(digest, value, db=self._blocks)
             for digest in (*values, *touches):
                 entry = index.entries.get(digest)
                 if entry is not None:
                     transaction.put(digest, _pack(entry), db=self._entries)
+        return len(values.keys() & index.entries.keys())
 
     def clear(self) -> None:
         """Give up everything; the file keeps its size. Raises lmdb.Error or OSError."""
