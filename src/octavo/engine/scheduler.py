@@ -292,7 +292,7 @@ class Scheduler:
             self._waiting.settle(entry, chain.digests[index])
         if chain.broken:
             self._waiting.drop_claims(entry)
-        if self._disk is not None:
+        if self._disk is not None and chain.num_saved < len(chain.path):
             self._disk.note(chain, self._cache.root_digest(chain))
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
