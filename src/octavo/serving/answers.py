@@ -38,14 +38,18 @@ class _Sent:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of a call: each prompt counts once, whatever its n."""
+    """Tokens of a call: each prompt counts once, whatever its n. ``disk_cached_tokens`` are those of
+    ``cached_tokens`` that came from disk."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+            "disk_cached_tokens": sum(output.num_disk_tokens for output in outputs),
+        },
     }
 
 
