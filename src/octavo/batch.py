@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+
+#: Positions that reads are counted by.
+SPAN = 16
+
+
+@dataclass(slots=True)
+class AttnReads:
+    """Rows of a step whose reads are counted, and what each layer of attention adds.
+
+    ``rows`` ``[n]`` int64 are rows of ``token_ids`` and ``num_keys`` the keys that each sees where no window
+    hides any. ``layers``: (read, seen), each ``[n, spans of the longest]`` int64, pairs of a query head and a
+    key.
+    """
+
+    rows: torch.Tensor
+    num_keys: list[int]
+    layers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +40,10 @@ class ForwardBatch:
         cu_seqlens_q: ``[num_seqs + 1]`` int32, where each sequence's rows start in ``token_ids``.
         logits_rows: ``[num_logits]`` int64, the rows of ``token_ids`` whose logits are wanted.
         attn_topk: ``[num_seqs]`` int32, the keys that attention keeps, 0 for all; None where all are dense.
-        attn_report: ``[num_seqs, 6]`` float64, to which each layer of attention adds what became of the
-        rows of
-            the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None likewise.
+        attn_report: ``[num_seqs, 8]`` float64, to which each layer of attention adds what became of the
+            rows of the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None
+            likewise.
+        attn_reads: to which each layer adds the keys it read, None where nobody asks.
 
     Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
     with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
@@ -51,6 +70,7 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     attn_topk: torch.Tensor | None = None
     attn_report: torch.Tensor | None = None
+    attn_reads: AttnReads | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -78,6 +78,7 @@ class SamplingParams:
         guide: allows only some tokens at each position, a grammar's say.
         attn_topk: keys that attention keeps a query and head, half of them the most recent, prompt and answer
             alike; 0 is dense, None is what the engine was started with. Not sampling's ``top_k``.
+        attn_explain: count which positions top-k attention reads for the first choice; changes no answer.
     """
 
     n: int = 1
@@ -101,6 +102,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
     attn_topk: int | None = None
+    attn_explain: bool = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -130,7 +132,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "attn_explain"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.100}")
 
@@ -295,7 +297,9 @@ class AttnTopkReport:
 
     A row is a query, a head and a layer that is not dense. ``visible_keys`` and ``kept_keys`` are sums over
     ``rows``. The dropped mass of a row is the share of its softmax that fell on the keys it did not keep, 0
-    to 1; these are upper bounds that are proven, not estimates.
+    to 1; these are upper bounds that are proven, not estimates. ``bytes_read`` of K, V and what stands for
+    them were read in steps of at most 4 tokens of the request, as decode takes, and ``dense_bytes`` is what
+    dense attention would have read of K and V in these.
     """
 
     attn_topk: int
@@ -304,21 +308,35 @@ class AttnTopkReport:
     kept_keys: int = 0
     mean_dropped_mass: float = 0.0
     worst_dropped_mass: float = 0.0
+    bytes_read: int = 0
+    dense_bytes: int = 0
 
-    def plus(
-        self, rows: int, visible: int, kept: int, dropped_sum: float, dropped_max: float
-    ) -> AttnTopkReport:
-        """This report and that of so many more rows."""
-        total = self.rows + rows
-        dropped = self.mean_dropped_mass * self.rows + dropped_sum
+    def __add__(self, other: AttnTopkReport) -> AttnTopkReport:
+        """Both together, under this one's ``attn_topk``."""
+        rows = self.rows + other.rows
+        dropped = self.mean_dropped_mass * self.rows + other.mean_dropped_mass * other.rows
         return AttnTopkReport(
             attn_topk=self.attn_topk,
-            rows=total,
-            visible_keys=self.visible_keys + visible,
-            kept_keys=self.kept_keys + kept,
-            mean_dropped_mass=dropped / total if total else 0.0,
-            worst_dropped_mass=max(self.worst_dropped_mass, dropped_max),
+            rows=rows,
+            visible_keys=self.visible_keys + other.visible_keys,
+            kept_keys=self.kept_keys + other.kept_keys,
+            mean_dropped_mass=dropped / rows if rows else 0.0,
+            worst_dropped_mass=max(self.worst_dropped_mass, other.worst_dropped_mass),
+            bytes_read=self.bytes_read + other.bytes_read,
+            dense_bytes=self.dense_bytes + other.dense_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttnReadReport:
+    """Where in its context an answer's attention read, over the tokens from which it was sampled.
+
+    ``share[layer][i]`` is the share that was read of what its tokens and query heads saw of the positions
+    ``i * span`` to ``i * span + span - 1``: 0 for a span that nobody read, 1 in a layer that is dense.
+    """
+
+    span: int
+    share: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +359,8 @@ class RequestOutput:
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
     unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
-    is there when the request's attention was not dense.
+    is there when the request's attention was not dense, and ``attn_reads``, of the first choice, when it also
+    asked for it by ``attn_explain``.
     """
 
     request_id: str
@@ -356,3 +375,4 @@ class RequestOutput:
     error: str | None = None
     metrics: RequestMetrics | None = None
     attn_topk: AttnTopkReport | None = None
+    attn_reads: AttnReadReport | None = None

@@ -54,32 +54,7 @@ def attention(
             output=out,
             rounds=rounds,
             quick=quick,
-            console=_console(),
-        )
-
-
-@app.command("topk")
-def topk(
-    attn_topk: Annotated[int, typer.Option(min=1, help="Keys kept for each query and head.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; dense and exact take turns.")] = 7,
-    quick: Annotated[bool, typer.Option("--quick", help="1,024 keys only, for a quick look.")] = False,
-    out: Out = RESULTS,
-    threads: opt.Threads = None,
-) -> None:
-    """What exact top-k attention costs in decode beside dense attention: time and bytes read."""
-    from octavo.bench.topk import bench_topk
-    from octavo.engine.resources import usable_cpus
-
-    with plainly():
-        out.mkdir(parents=True, exist_ok=True)
-        bench_topk(
-            threads=threads or usable_cpus(),
-            command=command_line(),
-            output=out,
-            topk=attn_topk,
-            rounds=rounds,
-            quick=quick,
-            console=_console(),
+            console=terminal(),
         )
 
 
@@ -109,7 +84,7 @@ def linear(
             rounds=rounds,
             quick=quick,
             isa=isa,
-            console=_console(),
+            console=terminal(),
         )
 
 
@@ -141,7 +116,7 @@ def scaling(
             token_budget=token_budget,
             output=out,
             quick=quick,
-            console=_console(),
+            console=terminal(),
         )
 
 
@@ -199,11 +174,11 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
         settings = bench.Settings(
             model=model,
             text=text,
-            keys=_names(workloads),
+            keys=word_list(workloads),
             threads=threads or usable_cpus(),
             peers_dir=peers_dir,
-            ours=_names(ours),
-            against=_names(against),
+            ours=word_list(ours),
+            against=word_list(against),
             repeats=repeats,
             peer_repeats=peer_repeats,
             limit_s=limit,
@@ -225,7 +200,7 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
         )
         throughput_report.plot(result, out / "throughput.png")
     for table in throughput_report.tables(result):
-        _console().print(table)
+        terminal().print(table)
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
 
 
@@ -258,7 +233,7 @@ def serve(
 
     console = Console(stderr=True, soft_wrap=True)
     with plainly(USAGE):
-        names = _names(sections)
+        names = word_list(sections)
         bench.check_sections(names)
         settings = bench.Settings(
             model=model,
@@ -280,7 +255,7 @@ def serve(
         if serve_report.plot(result, out / "serve.png"):
             written.append(out / "serve.png")
     for table in serve_report.tables(result):
-        _console().print(table)
+        terminal().print(table)
     print(f"written: {', '.join(map(str, written))}")
 
 
@@ -360,7 +335,7 @@ def perplexity(
             report=lambda line: console.print(line, style="dim", markup=False),
         )
         write_json(out / "perplexity.json", {"command": command_line()} | result)
-    _console().print(bench.table(result))
+    terminal().print(bench.table(result))
     print(f"written: {out / 'perplexity.json'}")
 
 
@@ -405,8 +380,8 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
             rows=rows,
             batch_size=batch_size,
             lr=lr,
-            rates=_numbers(rates),
-            topks=_numbers(topks),
+            rates=numbers(rates),
+            topks=numbers(topks),
             projected_len=projected_len,
             threads=threads or usable_cpus(),
         )
@@ -419,13 +394,13 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
             report=lambda line: console.print(line, style="dim", markup=False),
             save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
         )
-    _console().print(bench.table(result))
+    terminal().print(bench.table(result))
     for goal in result["goals"]:
         print(f"{goal['goal']}: {goal['found']:+.2f}, {'met' if goal['met'] else 'missed'}")
     print(f"written: {out}")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """Whole numbers separated by commas."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**9 for word in words):
@@ -465,17 +440,17 @@ def conversion(
             progress=bar,
             save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
         )
-    _console().print(bench.table(result))
+    terminal().print(bench.table(result))
     print(f"written: {out}")
 
 
-def _names(text: str) -> list[str]:
+def word_list(text: str) -> list[str]:
     """Names separated by commas; "none" is none."""
     names = [name.strip() for name in text.split(",")]
     return [name for name in names if name and name != "none"]
 
 
-def _console() -> Console:
+def terminal() -> Console:
     """A pipe has no width: tables must not be cut there."""
     from rich.console import Console
 

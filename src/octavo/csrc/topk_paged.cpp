@@ -126,10 +126,17 @@ void TopkPlan::run(const TopkLayerArgs& args) {
         sum.rescored += item.report.rescored;
         sum.dropped_sum += item.report.dropped_sum;
         sum.dropped_max = std::max(sum.dropped_max, item.report.dropped_max);
+        if (batch_.seqs[size_t(item.seq)].q_len <= kMaxScanQueries) sum.bytes += double(item.bytes);
     }
+    const double key_bytes = 2.0 * shape_.num_kv_heads * shape_.head_dim * (shape_.half ? 2 : 4);
     for (size_t s = 0; s < topk_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
-        if (topk_[s] <= 0 || seq.seq_len > topk_[s]) continue;
+        if (topk_[s] <= 0 || seq.q_len == 0) continue;
+        const int64_t seen = window > 0 ? std::min(seq.seq_len, window + seq.q_len - 1) : seq.seq_len;
+        const double dense = seq.q_len <= kMaxScanQueries ? key_bytes * double(seen) : 0.0;
+        args.report[s].dense_bytes += dense;
+        if (seq.seq_len > topk_[s]) continue;
+        args.report[s].bytes += dense;
         double visible = 0.0;
         for (int64_t p = seq.seq_len - seq.q_len; p < seq.seq_len; ++p)
             visible += double(window > 0 ? std::min(window, p + 1) : p + 1);

@@ -36,6 +36,9 @@ void scan_bounds(const float* q, int num_queries, const ScanKeys& keys, float* v
 // What became of a sequence's rows, a row being a query and a head; sums over rows and layers.
 struct TopkReport {
     double rows, visible, kept, rescored, dropped_sum, dropped_max;
+    // Steps of few queries only, where reading is what costs: K, V and plane that were read, and K and V of the
+    // keys that they see, each read once for all queries and heads of its group.
+    double bytes, dense_bytes;
 };
 
 struct TopkLayerArgs {

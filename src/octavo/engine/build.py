@@ -138,12 +138,17 @@ def _decoder(
     return decoder
 
 
-def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`."""
+def assemble(
+    config: EngineConfig, loaded: LoadedModel, *, attention: AttentionBackend | None = None
+) -> Engine:
+    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`.
+
+    ``attention`` takes the place of the backend that ``config`` names.
+    """
     wanted = LoadOptions.of(config)
     if wanted != loaded.options:
         raise ValueError(f"the model was loaded with {loaded.options}, the engine wants {wanted}")
-    attention = _backend(config, loaded.config, loaded.pool)
+    attention = attention or _backend(config, loaded.config, loaded.pool)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
@@ -289,8 +294,9 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
-def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
-    spec = AttentionSpec(
+def attention_spec(config: EngineConfig, model: ModelConfig) -> AttentionSpec:
+    """What an attention kernel must know of the model and its cache."""
+    return AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -298,4 +304,8 @@ def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) 
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
+
+
+def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
+    spec = attention_spec(config, model)
     return AttentionBackend(config.attention, spec, pool, topk=config.has_planes)

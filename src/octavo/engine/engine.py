@@ -12,6 +12,7 @@ from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.pace import StepPace
+from octavo.engine.reads import SpanCounts
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
@@ -56,6 +57,7 @@ class _Entry:
     finished_time: float | None = None
     error: str | None = None
     attn_report: AttnTopkReport | None = None
+    attn_reads: SpanCounts | None = None
 
     @property
     def finished(self) -> bool:
@@ -256,8 +258,12 @@ class Engine:
             request = choice.request
             report = result.attn_reports.get(request.id)
             if report is not None and entry.attn_report is not None:
-                counts = int(report.rows), int(report.visible), int(report.kept)
-                entry.attn_report = entry.attn_report.plus(*counts, report.dropped_sum, report.dropped_max)
+                entry.attn_report += report
+                self.metrics.attn_topk += report
+                self.metrics.attn_topk_dropped_mass += report.mean_dropped_mass * report.rows
+            reads = result.attn_reads.get(request.id)
+            if reads is not None:
+                entry.attn_reads = reads if entry.attn_reads is None else entry.attn_reads + reads
             if entry.prompt_logprobs is not None:
                 try:
                     for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
@@ -357,6 +363,7 @@ class Engine:
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,
+            attn_reads=entry.attn_reads.report() if entry.finished and entry.attn_reads is not None else None,
             metrics=RequestMetrics(
                 arrival_time=entry.arrival_time,
                 first_scheduled_time=entry.first_scheduled_time,

@@ -36,7 +36,9 @@ class Report(NamedTuple):
     """Sums over rows, a row being a query, a head and a layer; of ``dropped_max`` the largest.
 
     ``visible`` and ``kept`` count keys, ``rescored`` those that the scan could not decide. ``dropped`` is
-    an upper bound of the softmax mass that was left out, 0 to 1 a row.
+    an upper bound of the softmax mass that was left out, 0 to 1 a row. ``bytes`` of K, V and plane were
+    read, and ``dense_bytes`` are those of K and V that dense attention reads, each once for all heads of a
+    group: both in steps of at most 4 queries of the sequence, where reading is what costs.
     """
 
     rows: float = 0.0
@@ -45,6 +47,8 @@ class Report(NamedTuple):
     rescored: float = 0.0
     dropped_sum: float = 0.0
     dropped_max: float = 0.0
+    bytes: float = 0.0
+    dense_bytes: float = 0.0
 
     def __add__(self, other: object) -> Report:
         if not isinstance(other, Report):

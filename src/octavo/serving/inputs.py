@@ -59,6 +59,7 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
             include_stop_str_in_output=request.include_stop_str_in_output,
+            attn_explain=request.attn_explain,
         )
     except ValueError as error:
         name = str(error).split(maxsplit=1)[0].split("[")[0]
