@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import typer
@@ -159,7 +161,19 @@ def test_a_batch_with_budgets_needs_a_backend_made_for_them() -> None:
 
 
 def test_reports_add_up() -> None:
-    report = AttnTopkReport(attn_topk=4).plus(10, 100, 40, 2.0, 0.5).plus(30, 200, 120, 2.0, 0.1)
-    assert (report.rows, report.visible_keys, report.kept_keys) == (40, 300, 160)
-    assert report.mean_dropped_mass == pytest.approx(0.1)
-    assert report.worst_dropped_mass == 0.5
+    a = AttnTopkReport(
+        attn_topk=4,
+        rows=10,
+        visible_keys=100,
+        kept_keys=40,
+        mean_dropped_mass=0.2,
+        worst_dropped_mass=0.5,
+        bytes_read=7,
+        dense_bytes=9,
+    )
+    b = replace(a, rows=30, visible_keys=200, kept_keys=120, mean_dropped_mass=0.04, worst_dropped_mass=0.1)
+    for report in (AttnTopkReport(attn_topk=4) + a + b, a + (b + AttnTopkReport(attn_topk=9))):
+        assert (report.attn_topk, report.rows, report.visible_keys, report.kept_keys) == (4, 40, 300, 160)
+        assert report.mean_dropped_mass == pytest.approx((10 * 0.2 + 30 * 0.04) / 40)
+        assert report.worst_dropped_mass == 0.5
+        assert (report.bytes_read, report.dense_bytes) == (14, 18)

@@ -143,6 +143,29 @@ def test_with_k_or_fewer_visible_keys_it_is_dense_to_the_bit(
                 assert not same.all(), "k + 1 keys drop one"
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+def test_bytes_are_counted_where_reading_is_what_costs(kv_dtype: torch.dtype) -> None:
+    """Few queries: what the plan read, and each visible key once for dense attention. Chunks: nothing."""
+    case = Case(((1, 900),), kv_dtype=kv_dtype, head_dim=64)
+    dense_bytes = 2 * 900 * case.num_kv_heads * 64 * kv_dtype.itemsize
+    p = with_plane(paged.build(case))
+    report = run(p, 64)[2]
+    budgets = torch.tensor([64], dtype=torch.int32)
+    plan = topk_paged.plan(p.meta, budgets, case.spec, paged.pool(1))
+    topk_paged.attend(p.q, p.kv, plan, torch.empty_like(p.q))
+    assert (report.bytes, report.dense_bytes) == (plan.native.bytes_read, dense_bytes)
+    assert 0 < report.bytes < dense_bytes
+    # It keeps all: both read the same.
+    report = run(p, 900)[2]
+    assert (report.bytes, report.dense_bytes) == (dense_bytes, dense_bytes)
+    # A window hides the rest from dense attention too.
+    report = run(with_plane(paged.build(case.with_(window=400))), 64)[2]
+    assert report.dense_bytes == 2 * 400 * case.num_kv_heads * 64 * kv_dtype.itemsize
+    report = run(with_plane(paged.build(case.with_(seqs=((70, 900),)))), 64)[2]
+    assert report.rows > 0
+    assert (report.bytes, report.dense_bytes) == (0, 0)
+
+
 def test_a_row_is_the_same_in_any_chunk_batch_place_and_thread() -> None:
     case = Case(((1500, 1500),), head_dim=64, num_heads=6, num_kv_heads=2)
     whole = with_plane(paged.build(case))
