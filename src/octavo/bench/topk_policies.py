@@ -85,9 +85,7 @@ def policies(modes: Sequence[str], topks: Sequence[int], dense_layers: tuple[int
         own = MODES.get(mode, {}).get("attn_topk")
         for topk in (None,) if own is not None else topks:
             if mode in BANDS and topk is not None and topk <= BANDS[mode]:
-                raise ValueError(
-                    f"{mode} keeps the first {BANDS[mode]} tokens: it needs a larger budget, got {topk}"
-                )
+                raise ValueError(f"{mode} needs a budget above {BANDS[mode]}, got {topk}")
             made.append(Policy(mode, topk))
             if dense_layers and mode in MODES:
                 made.append(Policy(mode, topk, dense_layers))
