@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tiny_checkpoint import write_tiny_model
 from octavo import LLM, SamplingParams
 from octavo.request import RequestOutput
 from octavo.serving.answers import usage
+from octavo.serving.metrics import Snapshot, render
 
 LAYERS, HEADS, TOPK = 3, 2, 40
 PROMPT = [(7 * i * i + 3 * i) % 250 for i in range(333)]
@@ -123,6 +125,29 @@ def test_reports_metrics_and_usage_tell_the_same(llm: LLM) -> None:
     assert used["attn_topk"]["kept_keys"] == sum(report.kept_keys for report in reports)
     assert len(used["attn_reads"]) == 1
     assert "attn_topk" not in usage([answer(llm, attn_topk=0)])
+
+
+def test_prometheus_reads_the_same(llm: LLM) -> None:
+    answer(llm)
+    engine = llm.engine
+    shown = render(
+        Snapshot(engine.metrics, engine.scheduler_stats, num_open=0, draining=False), "tiny"
+    ).decode()
+    totals = llm.metrics().attn_topk
+    expected = {
+        "rows_total": totals.rows,
+        "visible_keys_total": totals.visible_keys,
+        "kept_keys_total": totals.kept_keys,
+        "bytes_read_total": totals.bytes_read,
+        "dense_bytes_total": totals.dense_bytes,
+        "dropped_mass_total": totals.mean_dropped_mass * totals.rows,
+        "worst_dropped_mass": totals.worst_dropped_mass,
+    }
+    for name, value in expected.items():
+        found = re.search(rf'^octavo:attn_topk_{name}{{model_name="tiny"}} (\S+)$', shown, re.MULTILINE)
+        assert found is not None, name
+        assert float(found[1]) == pytest.approx(value)
+        assert value > 0
 
 
 def octavo(*args: str) -> subprocess.CompletedProcess[str]:
