@@ -38,6 +38,11 @@ private:
         float top;              // of `dropped`
         float dropped;
         int64_t rescored;
+        // While its kept keys are attended to.
+        PagedRow kept_row;
+        int next;               // of its keys
+        int kept_count;         // without the keys that enter beside the kept ones
+        Mass all_kept;
     };
 
     void start();
@@ -49,9 +54,15 @@ private:
     void rescore(Row& row);
     void raise(Row& row, float limit);
     void prefetch_values();
+    void start_kept(int r);
+    void attend_with_tail();
+    void add_edges(Row& row);
+    void attend_spans(int r, int64_t base);
     void finish(int r);
-    double dropped_bound(const Row& row, const PagedRow& kept) const;
+    double dropped_bound(const Row& row) const;
     SpanTask span_task();
+    int64_t out_index(int r) const;
+    int64_t record_of(int64_t position) const;
     const void* at(const char* base, int64_t position) const;
 
     const TopkPlan& plan_;
@@ -60,7 +71,7 @@ private:
     const Sequence* seq_ = nullptr;
     const int32_t* blocks_ = nullptr;
     int64_t stride_ = 0;
-    int topk_ = 0, recent_ = 0;
+    TopkPolicy policy_{};
     const char *key_ = nullptr, *value_ = nullptr;
 
     int64_t capacity_;
@@ -68,6 +79,7 @@ private:
     float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_;
     std::vector<Row> rows_;
     std::vector<int32_t> lo_, hi_, order_, ints_;
+    std::vector<const uint16_t*> means_;
     std::vector<int16_t> codes_;
     std::vector<float> lower_;
     std::vector<const void*> addresses_;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -127,3 +128,42 @@ def topk_row(scores: torch.Tensor, values: torch.Tensor, first: int, topk: int) 
     rest = torch.ones(n, dtype=torch.bool)
     rest[kept] = False
     return TopkRow(kept + first, out, float(weights[rest].sum()))
+
+
+def mean_of_span(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of 16 rows ``[16, d]`` as the planes hold it: summed in order in float32, kept in float16."""
+    total = torch.zeros(rows.shape[1])
+    for row in rows.float():
+        total = total + row
+    return (total / 16).half().double()
+
+
+def tail_row(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, first: int, scale: float
+) -> torch.Tensor:
+    """The output ``[head_dim]`` of a row that keeps ``kept``, with the tail, in float64.
+
+    ``q`` ``[head_dim]`` stands at the last of ``keys`` and ``values`` ``[positions, head_dim]`` and sees those from
+    ``first`` on. The n keys of a span of 16 that were not kept are one term: log n + scale q.(the span's mean key),
+    with the span's mean value. A span that the row sees in part, or stands in, enters key by key; one whose means
+    are not finite adds nothing.
+    """
+    position = len(keys) - 1
+    whole, own = -(-first // 16) * 16, position // 16 * 16
+    is_kept = torch.zeros(len(keys), dtype=torch.bool)
+    is_kept[kept] = True
+    scores = scale * (keys.double() @ q.double())
+    terms, term_values = [], []
+    for p in range(first, position + 1):
+        if is_kept[p] or p < whole or p >= own:
+            terms.append(scores[p])
+            term_values.append(values[p].double())
+    for start in range(whole, own, 16):
+        span = slice(start, start + 16)
+        n = 16 - int(is_kept[span].sum())
+        mean_key, mean_value = mean_of_span(keys[span]), mean_of_span(values[span])
+        if n == 0 or not mean_key.isfinite().all() or not mean_value.isfinite().all():
+            continue
+        terms.append(scale * (mean_key @ q.double()) + math.log(n))
+        term_values.append(mean_value)
+    return torch.softmax(torch.stack(terms), 0) @ torch.stack(term_values)
