@@ -78,7 +78,7 @@ class AttentionBackend:
         if not isinstance(plan, TopkStep):
             out, _ = self._kernel.attend(q, layer, plan)
             return out
-        if layer.plane is None:
+        if layer.planes is None:
             if plan.whole is None:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
             return fused.attend(q, layer, plan.whole)[0]

@@ -110,11 +110,12 @@ void bind_topk(nb::module_& m) {
         .def(
             "run",
             [](TopkPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
-               float scale, int64_t window, uintptr_t out, uintptr_t lse, const std::tuple<uintptr_t, uintptr_t>& planes, uintptr_t report,
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& planes, uintptr_t report,
                uintptr_t position, uintptr_t dropped) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
                                       num_blocks, scale, window, at<float>(out), at<float>(lse)};
-                const TopkPlanes all{at<uint8_t>(std::get<0>(planes)), at<uint16_t>(std::get<1>(planes))};
+                const TopkPlanes all{at<uint8_t>(std::get<0>(planes)), at<uint16_t>(std::get<1>(planes)),
+                                     at<uint16_t>(std::get<2>(planes))};
                 const TopkLayerArgs args{layer, all, at<TopkReport>(report), at<int32_t>(position),
                                          at<float>(dropped)};
                 nb::gil_scoped_release release;

@@ -56,23 +56,32 @@ TopkPlan::TopkPlan(const PagedBatch& batch, const TopkPolicy* policies, const Sh
         const TopkPolicy& policy = policies_[s];
         if (policy.recent < 0 || policy.recent > std::max(0, policy.topk))
             throw std::invalid_argument("the recent keys of a budget must be from 0 to the budget");
+        if (policy.fast != 0 && policy.least > 0)
+            throw std::invalid_argument("an adaptive budget weighs all keys: it cannot be had in fast mode");
         if (policy.topk <= 0) continue;
         const Sequence& seq = batch_.seqs[s];
         for (int64_t r = (seq.seq_len - seq.q_len) / kRecordKeys; (r + 1) * kRecordKeys <= seq.seq_len; ++r)
             if (seq.q_len > 0) seals_.push_back({int64_t(s), r});
         if (!active(s)) continue;
         max_topk_ = std::max(max_topk_, int(policy.topk));
+        max_places_ = std::max(max_places_, int(policy.topk - policy.recent));
         any_tail_ = any_tail_ || policy.tail != 0;
+        any_fast_ = any_fast_ || policy.fast != 0;
+        any_adaptive_ = any_adaptive_ || policy.least > 0;
     }
 }
 
 bool TopkPlan::active(size_t seq) const {
-    return policies_[seq].topk > 0 && batch_.seqs[seq].seq_len > policies_[seq].topk;
+    return policies_[seq].topk > 0 && batch_.seqs[seq].seq_len > dense_keys(policies_[seq]);
 }
 
 void TopkPlan::check(const TopkPlanes& planes) const {
     if (any_tail_ && (planes.scan == nullptr || planes.mean_value == nullptr))
         throw std::invalid_argument("a sequence asks for the tail, which needs the planes of means");
+    if (any_fast_ && planes.bounds == nullptr)
+        throw std::invalid_argument("a sequence asks for the fast mode, which needs the plane of bounds");
+    if (any_adaptive_ && planes.scan == nullptr)
+        throw std::invalid_argument("a sequence asks for an adaptive budget, which needs the scan plane");
 }
 
 TopkPlan::~TopkPlan() = default;
@@ -85,19 +94,20 @@ void TopkPlan::divide(int64_t window, bool planes) {
         const Sequence& seq = batch_.seqs[s];
         // As many places as keys: AttentionPlan has these.
         if (!this->active(s) || seq.q_len == 0) continue;
-        const int topk = policies_[s].topk;
+        const TopkPolicy& policy = policies_[s];
         const int64_t start = seq.seq_len - seq.q_len, rows = seq.q_len * group_;
         const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
-        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk >= kMinScanKeys;
-        int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk));
+        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - policy.topk >= kMinScanKeys;
+        const Way way = policy.fast != 0 ? Way::rank : policy.least > 0 ? Way::adapt : scan ? Way::scan : Way::score;
+        int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
         // Heads of a group share a scan, unless threads would have nothing to do.
         const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        while (scan && most > 1 && items() < pool_.num_threads()) most /= 2;
+        while (way != Way::score && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
             for (int h = 0; h < shape_.num_kv_heads; ++h)
-                items_.push_back({int64_t(s), h, row0, count, scan, cost, {}, 0});
+                items_.push_back({int64_t(s), h, row0, count, way, cost, {}, 0});
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
@@ -122,6 +132,8 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
         const char* key = static_cast<const char*>(args.layer.key) + at * d * (shape_.half ? 2 : 4);
         const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
         const bool known = seal_record(key, shape_.half, shape_.head_dim, isa_, args.planes.scan + record * record_bytes);
+        if (args.planes.bounds != nullptr)
+            seal_bounds(key, shape_.half, shape_.head_dim, isa_, args.planes.bounds + record * 2 * d);
         if (args.planes.mean_value == nullptr) return;
         const char* value = static_cast<const char*>(args.layer.value) + at * d * (shape_.half ? 2 : 4);
         seal_mean_value(value, shape_.half, known, shape_.head_dim, isa_, args.planes.mean_value + record * d);

@@ -20,6 +20,8 @@ const PagedTopkIsa& paged_kernels(const Isa& isa);
 bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
 // The mean of 16 values as float16 [head_dim]; its first is NaN where it or the keys' mean is not `known`.
 void seal_mean_value(const void* value, bool half, bool known, int head_dim, const Isa& isa, uint16_t* mean);
+// The least and then the greatest of 16 keys in each dimension, float16 [2][head_dim]; NaN where one is NaN.
+void seal_bounds(const void* key, bool half, int head_dim, const Isa& isa, uint16_t* bounds);
 // Fills all of `query` but q itself; `code` is [head_dim].
 void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query);
 
@@ -45,12 +47,18 @@ struct TopkPolicy {
     int32_t topk;    // keys that a row keeps; 0: it is dense
     int32_t recent;  // of these, the last visible ones
     int32_t tail;    // 1: what is not kept enters by the means of its spans
+    int32_t fast;    // 1: only keys of the records that rank highest compete
+    int32_t least;   // above 0: keys compete that have so many millionths of the row's softmax; see topk_adapt.cpp
 };
+
+// Rows that see no more than these keys are dense.
+inline int dense_keys(const TopkPolicy& policy) { return policy.least > 0 ? policy.recent : policy.topk; }
 
 // What lies beside K and V, [num_blocks, num_kv_heads, block_size / 16] each; nullptr for what there is not.
 struct TopkPlanes {
     uint8_t* scan;         // records; without it nothing is scanned
     uint16_t* mean_value;  // [head_dim], see seal_mean_value
+    uint16_t* bounds;      // [2][head_dim], see seal_bounds
 };
 
 struct TopkLayerArgs {
@@ -79,12 +87,14 @@ public:
 private:
     friend class TopkTile;
 
+    // How the keys of a tile of rows are found.
+    enum class Way { score, scan, rank, adapt };
     struct Item {
         int64_t seq;
         int kv_head;
         int64_t row0;  // of the sequence's (token, head of the group) pairs
         int rows;
-        bool scan;  // through the plane
+        Way way;
         double cost;
         TopkReport report;
         int64_t bytes;
@@ -110,8 +120,8 @@ private:
     const PagedTopkIsa& paged_;
     int group_;
     int block_shift_;
-    int max_topk_ = 0;
-    bool any_tail_ = false;
+    int max_topk_ = 0, max_places_ = 0;
+    bool any_tail_ = false, any_fast_ = false, any_adaptive_ = false;
     std::vector<Seal> seals_;
 
     std::mutex busy_;

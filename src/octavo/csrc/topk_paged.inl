@@ -254,3 +254,34 @@ void mass(const float* scores, int n, float* m, float* l) {
     *l += fold8(sum);
     for (; j < n; ++j) *l += exp1(scores[j] - top);
 }
+
+// q d >= 0 asks for the greatest, q d < 0 for the least. Lanes are dimensions, folded in a fixed tree.
+template <int R>
+void rank_rows(const RankTask& t, int row) {
+    for (int i = 0; i < t.num_records; ++i) {
+        const uint16_t *low = t.bounds[i], *high = low + t.head_dim;
+        if (row == 0 && i + kRecordsAhead < t.num_records)
+            for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[i + kRecordsAhead] + d);
+        F8 sum[R];
+        UNROLL for (int r = 0; r < R; ++r) sum[r] = set8(0.0f);
+        for (int d = 0; d < t.head_dim; d += 8) {
+            const F8 l = load8(low + d), h = load8(high + d);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const F8 q = load8(t.q[row + r] + d);
+                sum[r] = add8(sum[r], max8(mul8(q, l), mul8(q, h)));
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * kScoreStride + i] = fold8(sum[r]);
+    }
+}
+
+void rank(const RankTask& t) {
+    int r = 0;
+    for (; r + 4 <= t.rows; r += 4) rank_rows<4>(t, r);
+    switch (t.rows - r) {
+        case 3: rank_rows<3>(t, r); break;
+        case 2: rank_rows<2>(t, r); break;
+        case 1: rank_rows<1>(t, r); break;
+        default: break;
+    }
+}

@@ -115,6 +115,17 @@ struct TailTask {
     const uint16_t* const* mean_value;  // [16][head_dim] float16; not known where the first is not finite
 };
 
+// The highest score, without the scale, that a key within a record's bounds could have with each row's query:
+// value[row * kScoreStride + record].
+struct RankTask {
+    int rows;
+    int head_dim;
+    const float* const* q;  // [rows][head_dim]
+    int num_records;
+    const uint16_t* const* bounds;  // [num_records][2][head_dim] float16
+    float* value;
+};
+
 struct PagedTopkIsa {
     void (*scan)(const ScanTask& task);
     int (*sift)(const SiftTask& task);
@@ -128,6 +139,7 @@ struct PagedTopkIsa {
     void (*attend_span)(PagedRow& row, int first, int end, const TailTask& tail);
     // (m, l) <- (m, l) with the n more scores: l = sum of exp(score - m).
     void (*mass)(const float* scores, int n, float* m, float* l);
+    void (*rank)(const RankTask& task);
 };
 
 const PagedTopkIsa& portable_paged_topk();

@@ -114,6 +114,21 @@ void seal_mean_value(const void* value, bool half, bool known, int head_dim, con
     if (!known) mean[0] = kNotKnown;
 }
 
+void seal_bounds(const void* key, bool half, int head_dim, const Isa& isa, uint16_t* bounds) {
+    float low[256], high[256];
+    for (int i = 0; i < kRecordKeys; ++i)
+        for (int d = 0; d < head_dim; ++d) {
+            const int at = i * head_dim + d;
+            const float k = half ? half_to_float(static_cast<const uint16_t*>(key)[at]) : static_cast<const float*>(key)[at];
+            if (i == 0) low[d] = high[d] = k;
+            // A NaN stays: nothing is less or greater.
+            if (k < low[d] || k != k) low[d] = k;
+            if (k > high[d] || k != k) high[d] = k;
+        }
+    isa.to_half(low, head_dim, bounds);
+    isa.to_half(high, head_dim, bounds + head_dim);
+}
+
 void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query) {
     double square = 0.0, largest = 0.0, lost = 0.0;
     for (int d = 0; d < head_dim; ++d) {

@@ -82,12 +82,10 @@ void TopkTile::add_edges(Row& row) {
     const int64_t own = row.position / kRecordKeys * kRecordKeys;
     const int kept = row.best.count;
     int count = 0;
-    const void* key[2 * kRecordKeys];
     int32_t position[2 * kRecordKeys];
     const auto add = [&](int64_t begin, int64_t end) {
         for (int64_t p = begin; p < end; ++p) {
             if (std::binary_search(row.best.position, row.best.position + kept, int32_t(p))) continue;
-            key[count] = at(key_, p);
             position[count++] = int32_t(p);
         }
     };
@@ -95,9 +93,7 @@ void TopkTile::add_edges(Row& row) {
     add(std::max(own, std::min(whole, row.position + 1)), row.position + 1);
     float score[2 * kScoreStride];
     for (int first = 0; first < count; first += kPanel)
-        plan_.paged_.gather({std::min(kPanel, count - first), plan_.shape_.head_dim, plan_.shape_.half, args_->layer.scale,
-                             row.query.q, key + first, k_panel_, score + first});
-    item_->bytes += int64_t(count) * plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
+        score_at(row, position + first, std::min(kPanel, count - first), score + first);
     row.best.count = row.kept_row.count = kept + count;
     // From the back: nothing is overwritten before it has moved.
     for (int i = kept - 1, j = count - 1, to = kept + count - 1; j >= 0; --to) {

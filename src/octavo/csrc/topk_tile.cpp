@@ -16,7 +16,7 @@ int64_t up16(int64_t n) { return (n + 15) & ~int64_t(15); }
 
 TopkTile::TopkTile(const TopkPlan& plan)
     : plan_(plan),
-      capacity_(up16(topk_capacity(plan.max_topk_ - plan.max_topk_ / 2, plan.max_topk_ / 2) + kSpan)) {
+      capacity_(up16(topk_capacity(plan.max_places_, plan.max_topk_) + kSpan)) {
     const int64_t rows = plan.tile_rows_, d = plan.shape_.head_dim;
     const int64_t scores = rows * kScoreStride, entries = rows * capacity_;
     memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 17 * up16(d) + 3 * entries)]);
@@ -55,13 +55,14 @@ void TopkTile::run(const TopkLayerArgs& args, TopkPlan::Item* item) {
     args_ = &args;
     item_ = item;
     start();
-    if (item->scan) {
-        scan_all();
-    } else {
-        score_all();
+    switch (item->way) {
+        case TopkPlan::Way::score: score_all(); break;
+        case TopkPlan::Way::scan: scan_all(); break;
+        case TopkPlan::Way::rank: rank_all(); break;
+        case TopkPlan::Way::adapt: adapt_all(); break;
     }
     for (int r = 0; r < item->rows; ++r) settle(rows_[size_t(r)]);
-    if (item->scan) prefetch_values();
+    if (item->way != TopkPlan::Way::score) prefetch_values();
     for (int r = 0; r < item->rows; ++r) start_kept(r);
     if (policy_.tail != 0) {
         attend_with_tail();
@@ -106,6 +107,9 @@ void TopkTile::start() {
         row.limit = row.top = -kInf;
         row.dropped = 0.0f;
         row.rescored = 0;
+        row.looked_everywhere = true;
+        row.slack = 0.0f;
+        row.recent = {-kInf, 0.0f};
     }
 }
 
@@ -201,20 +205,48 @@ const void* TopkTile::at(const char* base, int64_t position) const {
     return base + element * (shape.half ? 2 : 4);
 }
 
+std::vector<ScanQuery> TopkTile::scan_queries() {
+    const int d = plan_.shape_.head_dim;
+    std::vector<ScanQuery> queries(static_cast<size_t>(item_->rows));
+    for (int r = 0; r < item_->rows; ++r) {
+        Row& row = rows_[size_t(r)];
+        prepare_query(row.query.q, d, args_->layer.scale, codes_.data() + int64_t(r) * d, &row.query);
+        queries[size_t(r)] = row.query;
+    }
+    return queries;
+}
+
+void TopkTile::score_at(const Row& row, const int32_t* position, int count, float* score) {
+    const Shape& shape = plan_.shape_;
+    const void* key[kPanel];
+    for (int i = 0; i < count; ++i) key[i] = at(key_, position[i]);
+    plan_.paged_.gather({count, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, score});
+    item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
+}
+
+// Scores and takes the keys [begin, end).
+void TopkTile::take_keys(Row& row, int64_t begin, int64_t end) {
+    int32_t position[kPanel];
+    float score[kScoreStride];
+    for (int64_t p = begin; p < end; p += kPanel) {
+        const int n = int(std::min<int64_t>(kPanel, end - p));
+        for (int i = 0; i < n; ++i) position[i] = int32_t(p + i);
+        score_at(row, position, n, score);
+        take(row, score, p, 0, n);
+    }
+}
+
 // Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
 void TopkTile::scan_all() {
     const Shape& shape = plan_.shape_;
     const int rows = item_->rows;
     int64_t begin = rows_[0].first, end = std::numeric_limits<int64_t>::max(), last = 0;
-    std::vector<ScanQuery> queries(static_cast<size_t>(rows));
+    const std::vector<ScanQuery> queries = scan_queries();
     for (int r = 0; r < rows; ++r) {
-        Row& row = rows_[size_t(r)];
+        const Row& row = rows_[size_t(r)];
         begin = std::min(begin, row.first);
         end = std::min({end, row.others_end, row.position / kRecordKeys * kRecordKeys});
         last = std::max(last, row.position);
-        prepare_query(row.query.q, shape.head_dim, args_->layer.scale, codes_.data() + int64_t(r) * shape.head_dim,
-                      &row.query);
-        queries[size_t(r)] = row.query;
     }
     begin = begin / kRecordKeys * kRecordKeys;
     end = end / kRecordKeys * kRecordKeys;
@@ -387,16 +419,18 @@ void TopkTile::finish(int r) {
     item_->report.dropped_max = std::max(item_->report.dropped_max, dropped);
     const int64_t row_bytes = shape.head_dim * (shape.half ? 2 : 4);
     item_->bytes += (kept.count + row.rescored) * row_bytes;
-    if (args_->dropped != nullptr) args_->dropped[index] = float(dropped * (1.0 + 1e-7));
+    if (args_->dropped != nullptr) args_->dropped[index] = float(std::min(1.0, dropped * (1.0 + 1e-7)));
 }
 
 // An upper bound of 1 - kept mass / full mass. What was scanned away enters with its upper bounds; what was
 // scored and lost, as the scored sum less the kept one, widened by what fp32 sums of so many can be off.
 double TopkTile::dropped_bound(const Row& row) const {
-    if (row.visible <= policy_.topk) return 0.0;
+    if (row.visible <= dense_keys(policy_)) return 0.0;
+    if (!row.looked_everywhere) return 1.0;
     const double off = 1e-5 + double(row.visible) * 0x1p-25, m = row.all_kept.m;
     const auto mass = [m](double l, double top) { return l == 0.0 ? 0.0 : l * std::exp(top - m); };
     double lost = std::max(0.0, mass(row.scored.l, row.scored.m) * (1.0 + off) - mass(row.kept.l, row.kept.m) * (1.0 - off));
+    lost *= std::exp(double(row.slack));
     // Below -87 the kernels' exp is 0.
     lost += mass(double(row.dropped) * (1.0 + off) + double(row.visible) * 1.2e-38, row.top == -kInf ? m : row.top);
     const double bound = lost / (lost + double(row.all_kept.l) * (1.0 - off));

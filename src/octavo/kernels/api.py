@@ -49,13 +49,16 @@ class AttentionMeta(NamedTuple):
 class TopkPlanes(NamedTuple):
     """What top-k attention keeps of every span of 16 keys beside one layer's K and V.
 
-    ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 and their mean;
-    ``mean_value`` [num_blocks, num_kv_heads, block_size / 16, head_dim] float16 the mean of the values, None where
-    no sequence may ask for the tail.
+    ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 and their
+    mean; ``mean_value`` [num_blocks, num_kv_heads, block_size / 16, head_dim] float16 the mean of the values,
+    None where no sequence may ask for the tail; ``bounds`` [num_blocks, num_kv_heads, block_size / 16, 2,
+    head_dim] float16 the least and the greatest of the keys, None where no sequence may ask for the fast
+    mode.
     """
 
     scan: torch.Tensor
     mean_value: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
 
 
 class KVLayer(NamedTuple):

@@ -9,7 +9,8 @@ plane, or ``pool``.
 The *scan plane* holds an approximation of every complete span of 16 keys, in int8, and bounds of its error.
 With few queries it is read in place of K, and only keys that may be among the winners are scored from K.
 
-The *tail*: what a row did not keep of a span of 16 enters as one term, by the mean of its keys and of its values.
+The *tail*: what a row did not keep of a span of 16 enters as one term, by the mean of its keys and of its
+values.
 """
 
 from __future__ import annotations
@@ -30,18 +31,27 @@ RECORD_KEYS: int = _native.RECORD_KEYS
 class Policy(NamedTuple):
     """How one sequence's rows are attended to; a row of a step's ``policies``.
 
-    ``topk`` keys are kept, 0 is dense; ``recent`` of them are the last visible ones; with ``tail`` 1 what is not
-    kept enters by the means of its spans of 16.
+    ``topk`` keys are kept, 0 is dense; ``recent`` of them are the last visible ones. With ``tail`` 1 what is
+    not kept enters by the means of its spans of 16. With ``fast`` 1 only keys of the spans that rank highest
+    compete. ``least`` above 0 keeps, beside the recent keys, those that have at least this many millionths of
+    the row's softmax, and no more than ``topk``; see :meth:`adaptive`.
     """
 
     topk: int
     recent: int
     tail: int = 0
+    fast: int = 0
+    least: int = 0
 
     @classmethod
-    def of(cls, topk: int, *, tail: bool = False) -> Policy:
+    def of(cls, topk: int, *, tail: bool = False, fast: bool = False) -> Policy:
         """With half of the keys recent."""
-        return cls(topk, topk // 2, int(tail))
+        return cls(topk, topk // 2, int(tail), int(fast))
+
+    @classmethod
+    def adaptive(cls, least: int, recent: int, *, tail: bool = True) -> Policy:
+        """As many keys as have ``least`` millionths of the softmax: fewer than a million over ``least``."""
+        return cls(recent + 1_000_000 // least, recent, int(tail), 0, least)
 
 
 class Plan(NamedTuple):
@@ -97,22 +107,30 @@ def record_bytes(head_dim: int) -> int:
     return _native.record_bytes(head_dim)
 
 
-def empty_planes(num_blocks: int, spec: AttentionSpec, *, tail: bool = False) -> TopkPlanes:
+def empty_planes(
+    num_blocks: int, spec: AttentionSpec, *, tail: bool = False, fast: bool = False
+) -> TopkPlanes:
     """The planes of one layer: zeros, in the shapes of :class:`TopkPlanes`."""
     spans = (num_blocks, spec.num_kv_heads, spec.block_size // RECORD_KEYS)
     scan = torch.zeros(*spans, record_bytes(spec.head_dim), dtype=torch.uint8)
-    return TopkPlanes(scan, torch.zeros(*spans, spec.head_dim, dtype=torch.float16) if tail else None)
+    mean_value = torch.zeros(*spans, spec.head_dim, dtype=torch.float16) if tail else None
+    return TopkPlanes(
+        scan, mean_value, torch.zeros(*spans, 2, spec.head_dim, dtype=torch.float16) if fast else None
+    )
 
 
 def policies(each: Sequence[Policy]) -> torch.Tensor:
-    """A step's policies as :func:`plan` takes them: ``[num_seqs, 3]`` int32."""
+    """A step's policies as :func:`plan` takes them: ``[num_seqs, 5]`` int32."""
     return torch.tensor(each, dtype=torch.int32).reshape(len(each), len(Policy._fields))
 
 
 def dense_now(meta: AttentionMeta, policies: torch.Tensor) -> torch.Tensor:
-    """Each sequence's budget ``[num_seqs]`` int32, 0 where every row of the step sees no more keys than that."""
-    topk = policies[:, 0]
-    return torch.where(meta.seq_lens > topk, topk, torch.zeros_like(topk))
+    """``[num_seqs]`` int32, 0 where every row of the step keeps all that it sees.
+
+    That is up to ``topk`` keys, and where the budget is adaptive up to ``recent``.
+    """
+    topk, all_kept = policies[:, 0], torch.where(policies[:, 4] > 0, policies[:, 1], policies[:, 0])
+    return torch.where(meta.seq_lens > all_kept, topk, torch.zeros_like(topk))
 
 
 def plan(
@@ -120,8 +138,8 @@ def plan(
 ) -> Plan:
     """Check and copy the step's integers. The plan serves one ``attend`` at a time.
 
-    ``policies`` ``[num_seqs, 3]`` int32 holds a :class:`Policy` a sequence. Rows of sequences that are dense, and
-    that :func:`dense_now` tells, are another kernel's; what these write to the planes is done here.
+    ``policies`` ``[num_seqs, 5]`` int32 holds a :class:`Policy` a sequence. Rows of sequences that are dense,
+    and that :func:`dense_now` tells, are another kernel's; what these write to the planes is done here.
     """
     reason = why_not(spec)
     if reason is not None:
@@ -175,7 +193,7 @@ def attend(
         window=kv.window or 0,
         out=out.data_ptr(),
         lse=0,
-        planes=tuple(0 if x is None else x.data_ptr() for x in kv.planes or (None, None)),
+        planes=tuple(0 if x is None else x.data_ptr() for x in kv.planes or (None, None, None)),
         report=0 if report is None else report.data_ptr(),
         position=0 if found is None else found.position.data_ptr(),
         dropped=0 if found is None else found.dropped.data_ptr(),
@@ -186,12 +204,13 @@ def attend(
 def _check_planes(planes: TopkPlanes, num_blocks: int, spec: AttentionSpec) -> None:
     spans = (spec.num_kv_heads, spec.block_size // RECORD_KEYS)
     for name, plane, wanted, dtype in (
-        ("scan", planes.scan, record_bytes(spec.head_dim), torch.uint8),
-        ("mean_value", planes.mean_value, spec.head_dim, torch.float16),
+        ("scan", planes.scan, (record_bytes(spec.head_dim),), torch.uint8),
+        ("mean_value", planes.mean_value, (spec.head_dim,), torch.float16),
+        ("bounds", planes.bounds, (2, spec.head_dim), torch.float16),
     ):
         if plane is None:
             continue
-        checks.check_cache(name, plane, (*spans, wanted), dtype)
+        checks.check_cache(name, plane, (*spans, *wanted), dtype)
         if plane.shape[0] != num_blocks:
             raise ValueError(f"key has {num_blocks} blocks but {name} has {plane.shape[0]}")
 
