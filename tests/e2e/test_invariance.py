@@ -336,7 +336,7 @@ POLICIES = {
     "fast with tail": {"attn_topk": 8, "attn_topk_mode": "fast", "attn_topk_tail": True},
     "auto": {"attn_topk": "auto"},
 }
-MIXED = Matrix((17, 257, 700), 4, {7: 17, 1: 17})
+SHORT = Matrix((33, 300), 4, {})
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -344,9 +344,10 @@ def policy_baseline(request: pytest.FixtureRequest, smollm2_path: Path) -> Basel
     return Baseline(smollm2_path, **POLICIES[request.param])
 
 
-@pytest.mark.parametrize("case", ["warm", "company", "chunks of 64"])
-def test_the_same_answer_under_every_policy(case: str, policy_baseline: Baseline) -> None:
-    CASES[case](MIXED, policy_baseline)
+@pytest.mark.parametrize("case", ["warm", "chunks of 64"])
+@pytest.mark.parametrize("policy_baseline", ["fast with tail", "auto"], indirect=True)
+def test_the_same_answer_under_other_policies(case: str, policy_baseline: Baseline) -> None:
+    CASES[case](SHORT, policy_baseline)
 
 
 @pytest.mark.slow

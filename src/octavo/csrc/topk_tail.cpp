@@ -10,12 +10,6 @@
 #include "topk_tile.h"
 
 namespace octavo {
-namespace {
-
-// Positions whose means are scored at once.
-constexpr int64_t kMeanSpan = int64_t(kSpan) * kRecordKeys;
-
-}  // namespace
 
 void TopkTile::attend_with_tail() {
     const Shape& shape = plan_.shape_;
@@ -36,44 +30,54 @@ void TopkTile::attend_with_tail() {
     task.block_stride = layout.bytes / 2;
     task.block_shift = 0;
     task.half = true;
-    int32_t record[kSpan];
-    means_.resize(kSpan);
-    for (int64_t base = first / kMeanSpan * kMeanSpan; base <= last; base += kMeanSpan) {
-        int lowest = kSpan, highest = 0;
+    int32_t record[kPanel];
+    const uint16_t* mean_value[kPanel];
+    task.blocks = record;
+    for (int64_t base = first / kSpan * kSpan; base <= last; base += kSpan) {
+        int lowest = kPanel, highest = 0;
         for (int r = 0; r < item_->rows; ++r) {
             const Row& row = rows_[size_t(r)];
             const int64_t from = (row.first + kRecordKeys - 1) / kRecordKeys - base / kRecordKeys;
-            lo_[size_t(r)] = int32_t(std::clamp<int64_t>(from, 0, kSpan));
-            hi_[size_t(r)] = int32_t(std::clamp<int64_t>((row.position - base) / kRecordKeys, 0, kSpan));
+            lo_[size_t(r)] = int32_t(std::clamp<int64_t>(from, 0, kPanel));
+            hi_[size_t(r)] = int32_t(std::clamp<int64_t>((row.position - base) / kRecordKeys, 0, kPanel));
             if (lo_[size_t(r)] >= hi_[size_t(r)]) continue;
             lowest = std::min(lowest, lo_[size_t(r)]);
             highest = std::max(highest, hi_[size_t(r)]);
         }
         for (int i = lowest; i < highest; ++i) {
-            const int64_t index = record_of(base + int64_t(i) * kRecordKeys);
-            record[i] = int32_t(index);
-            means_[size_t(i)] = args_->planes.mean_value + index * shape.head_dim;
+            record[i] = int32_t(record_of(base + i * kRecordKeys));
+            mean_value[i] = args_->planes.mean_value + int64_t(record[i]) * shape.head_dim;
         }
         item_->bytes += int64_t(std::max(0, highest - lowest)) * shape.head_dim * 4;
-        task.blocks = record;
+        ask_for_means(base + kSpan, last);
         plan_.select_.score(task);
-        for (int r = 0; r < item_->rows; ++r) attend_spans(r, base);
+        for (int r = 0; r < item_->rows; ++r) {
+            Row& row = rows_[size_t(r)];
+            const int before = row.next;
+            while (row.next < row.kept_row.count && row.best.position[row.next] < base + kSpan) ++row.next;
+            const int lo = lo_[size_t(r)], hi = hi_[size_t(r)];
+            if (before == row.next && lo >= hi) continue;
+            const float* score = scores_ + int64_t(r) * kScoreStride;
+            plan_.paged_.attend_span(row.kept_row, before, row.next, {lo, hi, score, mean_value});
+        }
     }
 }
 
-// The row's keys and tail in the positions base + [0, kMeanSpan); the scores of the means are there.
-void TopkTile::attend_spans(int r, int64_t base) {
-    Row& row = rows_[size_t(r)];
-    const int lo = lo_[size_t(r)], hi = hi_[size_t(r)];
-    const int64_t end = std::min(base + kMeanSpan, row.position + 1);
-    for (int64_t span = std::max(base, row.first / kSpan * kSpan); span < end; span += kSpan) {
-        const int first = row.next, at = int((span - base) / kRecordKeys);
-        while (row.next < row.kept_row.count && row.best.position[row.next] < span + kSpan) ++row.next;
-        const TailTask tail{std::max(0, lo - at), std::min(kPanel, hi - at), scores_ + int64_t(r) * kScoreStride + at,
-                            means_.data() + at};
-        if (first == row.next && tail.lo >= tail.hi) continue;
-        plan_.paged_.attend_span(row.kept_row, first, row.next, tail);
+// Asks memory for the means of a span, which nothing has read yet where records were ranked.
+void TopkTile::ask_for_means(int64_t base, int64_t last) {
+    const int bytes = plan_.shape_.head_dim * 2, mean = record_layout(plan_.shape_.head_dim).mean;
+    const uint8_t* scan = args_->planes.scan + mean;
+    const int record_bytes = record_layout(plan_.shape_.head_dim).bytes;
+    const void *key[kPanel], *value[kPanel];
+    int count = 0;
+    for (int64_t p = base; p < base + kSpan && p + kRecordKeys <= last; p += kRecordKeys) {
+        const int64_t index = record_of(p);
+        key[count] = scan + index * record_bytes;
+        value[count++] = args_->planes.mean_value + index * plan_.shape_.head_dim;
     }
+    // Records lie across lines.
+    plan_.paged_.prefetch(key, count, bytes + 60);
+    plan_.paged_.prefetch(value, count, bytes);
 }
 
 // Merges the keys at the row's edges that were not kept into those that were, in order of position.

@@ -71,7 +71,7 @@ private:
     void start_kept(int r);
     void attend_with_tail();
     void add_edges(Row& row);
-    void attend_spans(int r, int64_t base);
+    void ask_for_means(int64_t base, int64_t last);
     void finish(int r);
     double dropped_bound(const Row& row) const;
     SpanTask span_task();
@@ -93,7 +93,6 @@ private:
     float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_;
     std::vector<Row> rows_;
     std::vector<int32_t> lo_, hi_, order_, ints_;
-    std::vector<const uint16_t*> means_;
     std::vector<int16_t> codes_;
     std::vector<float> lower_;
     std::vector<const void*> addresses_;
