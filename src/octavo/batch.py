@@ -39,7 +39,8 @@ class ForwardBatch:
         seq_lens: ``[num_seqs]`` int32, keys of each sequence *including this step's*.
         cu_seqlens_q: ``[num_seqs + 1]`` int32, where each sequence's rows start in ``token_ids``.
         logits_rows: ``[num_logits]`` int64, the rows of ``token_ids`` whose logits are wanted.
-        attn_topk: ``[num_seqs]`` int32, the keys that attention keeps, 0 for all; None where all are dense.
+        attn_topk: ``[num_seqs, 5]`` int32, which keys attention keeps (columns as
+            ``octavo.kernels.topk_paged.Policy``); None where all are dense.
         attn_report: ``[num_seqs, 8]`` float64, to which each layer of attention adds what became of the
             rows of the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None
             likewise.

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Protocol
 
+from octavo.attn_rule import AUTO, DENSE, MODES, AttnRule
+
 MAX_N = 256
 MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 100
@@ -77,7 +79,12 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         guide: allows only some tokens at each position, a grammar's say.
         attn_topk: keys that attention keeps a query and head, half of them the most recent, prompt and answer
-            alike; 0 is dense, None is what the engine was started with. Not sampling's ``top_k``.
+            alike; 0 is dense, "auto" as many as matter, None is what the engine was started with. Not
+            sampling's ``top_k``.
+        attn_topk_mode: "exact", or "fast": only keys of the spans that rank highest compete. None is the
+            engine's.
+        attn_topk_tail: whether keys that are not kept enter by the means of their spans; None is the
+            engine's, and where that does not say, True with "auto" only.
         attn_explain: count which positions top-k attention reads for the first choice; changes no answer.
     """
 
@@ -101,7 +108,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
-    attn_topk: int | None = None
+    attn_topk: int | str | None = None
+    attn_topk_mode: str | None = None
+    attn_topk_tail: bool | None = None
     attn_explain: bool = False
 
     def __post_init__(self) -> None:
@@ -120,8 +129,7 @@ class SamplingParams:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
-        if self.attn_topk is not None:
-            check_int("attn_topk", self.attn_topk, 0, MAX_ATTN_TOPK)
+        check_attn_topk(self.attn_topk, self.attn_topk_mode, self.attn_topk_tail)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 0)
@@ -161,6 +169,18 @@ def _is_real(value: Any) -> bool:
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
     if not _is_real(value) or not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r:.100}")
+
+
+def check_attn_topk(topk: Any, mode: Any, tail: Any) -> None:
+    """Refuse with a ValueError what is no budget of keys, no mode and no yes or no; None is none of them."""
+    if topk is not None and topk != AUTO and not (is_int(topk) and 0 <= topk <= MAX_ATTN_TOPK):
+        raise ValueError(
+            f'attn_topk must be a whole number, between 0 and {MAX_ATTN_TOPK}, or "auto", got {topk!r:.100}'
+        )
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"attn_topk_mode must be one of {', '.join(MODES)}, got {mode!r:.100}")
+    if tail is not None and not isinstance(tail, bool):
+        raise ValueError(f"attn_topk_tail must be True or False, got {tail!r:.100}")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -218,7 +238,7 @@ class Request:
         arrival: rises by one a request; the lower is the older.
         priority: the lower goes first; ties by arrival.
         cache_salt: requests share cached blocks only under the same salt.
-        attn_topk: the budget of its attention, resolved at admission; 0 is dense.
+        attn_rule: which keys its attention keeps, resolved at admission.
         attn_policy: all that decides which keys its attention keeps, in words ("" is dense); requests share
             cached blocks only under the same policy.
     """
@@ -234,7 +254,7 @@ class Request:
     arrival: int = 0
     priority: int = 0
     cache_salt: str = ""
-    attn_topk: int = 0
+    attn_rule: AttnRule = DENSE
     attn_policy: str = ""
 
     status: Status = Status.WAITING
@@ -248,6 +268,11 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def attn_topk(self) -> int:
+        """Keys that its attention keeps at most; 0 is dense."""
+        return self.attn_rule.topk
 
     @property
     def num_tokens(self) -> int:
@@ -302,7 +327,7 @@ class AttnTopkReport:
     dense attention would have read of K and V in these.
     """
 
-    attn_topk: int
+    attn_topk: int | str
     rows: int = 0
     visible_keys: int = 0
     kept_keys: int = 0

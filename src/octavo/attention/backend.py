@@ -80,7 +80,7 @@ class AttentionBackend:
         if not isinstance(plan, TopkStep):
             out, _ = self._kernel.attend(q, layer, plan)
             return out
-        if layer.plane is None:
+        if layer.planes is None:
             if plan.whole is None:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
             if plan.reads is not None:

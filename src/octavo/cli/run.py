@@ -62,7 +62,9 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     kv_cache_memory: opt.KVCacheMemory = None,
     block_size: opt.BlockSize = 16,
     max_model_len: opt.MaxModelLen = None,
-    attn_topk: opt.AttnTopk = 0,
+    attn_topk: opt.AttnTopk = "0",
+    attn_topk_mode: opt.AttnTopkMode = "exact",
+    attn_topk_tail: opt.AttnTopkTail = None,
     dense_layers: opt.DenseLayers = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show which positions top-k attention read for each answer.")
@@ -108,6 +110,8 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         "max_model_len": max_model_len,
         "num_threads": threads,
         "attn_topk": attn_topk,
+        "attn_topk_mode": attn_topk_mode,
+        "attn_topk_tail": attn_topk_tail,
         "dense_layers": opt.parse_layers(dense_layers),
     }
     start = time.perf_counter()

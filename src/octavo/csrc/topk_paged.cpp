@@ -37,9 +37,10 @@ const PagedTopkIsa& paged_kernels(const Isa& isa) {
     return &isa == &portable_isa() ? portable_paged_topk() : *avx2_paged_topk();
 }
 
-TopkPlan::TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, ThreadPool& pool, const Isa& isa)
+TopkPlan::TopkPlan(const PagedBatch& batch, const TopkPolicy* policies, const Shape& shape, ThreadPool& pool,
+                   const Isa& isa)
     : batch_(batch),
-      topk_(topk, topk + batch.seqs.size()),
+      policies_(policies, policies + batch.seqs.size()),
       shape_(shape),
       pool_(pool),
       isa_(isa),
@@ -51,13 +52,36 @@ TopkPlan::TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& sh
     if (shape.block_size % kRecordKeys != 0)
         throw std::invalid_argument("top-k attention needs a block_size that is a multiple of " +
                                     std::to_string(kRecordKeys) + ", got " + std::to_string(shape.block_size));
-    for (size_t s = 0; s < topk_.size(); ++s) {
-        if (topk_[s] <= 0) continue;
+    for (size_t s = 0; s < policies_.size(); ++s) {
+        const TopkPolicy& policy = policies_[s];
+        if (policy.recent < 0 || policy.recent > std::max(0, policy.topk))
+            throw std::invalid_argument("the recent keys of a budget must be from 0 to the budget");
+        if (policy.fast != 0 && policy.least > 0)
+            throw std::invalid_argument("an adaptive budget weighs all keys: it cannot be had in fast mode");
+        if (policy.topk <= 0) continue;
         const Sequence& seq = batch_.seqs[s];
         for (int64_t r = (seq.seq_len - seq.q_len) / kRecordKeys; (r + 1) * kRecordKeys <= seq.seq_len; ++r)
             if (seq.q_len > 0) seals_.push_back({int64_t(s), r});
-        if (seq.seq_len > topk_[s]) max_topk_ = std::max(max_topk_, int(topk_[s]));
+        if (!active(s)) continue;
+        max_topk_ = std::max(max_topk_, int(policy.topk));
+        max_places_ = std::max(max_places_, int(policy.topk - policy.recent));
+        any_tail_ = any_tail_ || policy.tail != 0;
+        any_fast_ = any_fast_ || policy.fast != 0;
+        any_adaptive_ = any_adaptive_ || policy.least > 0;
     }
+}
+
+bool TopkPlan::active(size_t seq) const {
+    return policies_[seq].topk > 0 && batch_.seqs[seq].seq_len > dense_keys(policies_[seq]);
+}
+
+void TopkPlan::check(const TopkPlanes& planes) const {
+    if (any_tail_ && (planes.scan == nullptr || planes.mean_value == nullptr))
+        throw std::invalid_argument("a sequence asks for the tail, which needs the planes of means");
+    if (any_fast_ && planes.bounds == nullptr)
+        throw std::invalid_argument("a sequence asks for the fast mode, which needs the plane of bounds");
+    if (any_adaptive_ && planes.scan == nullptr)
+        throw std::invalid_argument("a sequence asks for an adaptive budget, which needs the scan plane");
 }
 
 TopkPlan::~TopkPlan() = default;
@@ -65,23 +89,25 @@ TopkPlan::~TopkPlan() = default;
 void TopkPlan::divide(int64_t window, bool planes) {
     items_.clear();
     int64_t active = 0;
-    for (size_t s = 0; s < topk_.size(); ++s) active += topk_[s] > 0 && batch_.seqs[s].seq_len > topk_[s];
-    for (size_t s = 0; s < topk_.size(); ++s) {
+    for (size_t s = 0; s < policies_.size(); ++s) active += this->active(s);
+    for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
         // As many places as keys: AttentionPlan has these.
-        if (topk_[s] <= 0 || seq.q_len == 0 || seq.seq_len <= topk_[s]) continue;
+        if (!this->active(s) || seq.q_len == 0) continue;
+        const TopkPolicy& policy = policies_[s];
         const int64_t start = seq.seq_len - seq.q_len, rows = seq.q_len * group_;
         const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
-        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk_[s] >= kMinScanKeys;
-        int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
+        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - policy.topk >= kMinScanKeys;
+        const Way way = policy.fast != 0 ? Way::rank : policy.least > 0 ? Way::adapt : scan ? Way::scan : Way::score;
+        int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
         // Heads of a group share a scan, unless threads would have nothing to do.
         const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        while (scan && most > 1 && items() < pool_.num_threads()) most /= 2;
+        while (way != Way::score && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
             for (int h = 0; h < shape_.num_kv_heads; ++h)
-                items_.push_back({int64_t(s), h, row0, count, scan, cost, {}, 0});
+                items_.push_back({int64_t(s), h, row0, count, way, cost, {}, 0});
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
@@ -105,7 +131,12 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
         const int64_t at = (block * shape_.num_kv_heads + head) * shape_.block_size + offset;
         const char* key = static_cast<const char*>(args.layer.key) + at * d * (shape_.half ? 2 : 4);
         const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
-        seal_record(key, shape_.half, shape_.head_dim, isa_, args.plane + record * record_bytes);
+        const bool known = seal_record(key, shape_.half, shape_.head_dim, isa_, args.planes.scan + record * record_bytes);
+        if (args.planes.bounds != nullptr)
+            seal_bounds(key, shape_.half, shape_.head_dim, isa_, args.planes.bounds + record * 2 * d);
+        if (args.planes.mean_value == nullptr) return;
+        const char* value = static_cast<const char*>(args.layer.value) + at * d * (shape_.half ? 2 : 4);
+        seal_mean_value(value, shape_.half, known, shape_.head_dim, isa_, args.planes.mean_value + record * d);
     });
 }
 
@@ -113,8 +144,10 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     const std::lock_guard<std::mutex> guard(busy_);
     batch_.check_blocks(args.layer.num_blocks);
     const int64_t window = args.layer.window;
-    if (divided_window_ != window || divided_planes_ != (args.plane != nullptr)) divide(window, args.plane != nullptr);
-    if (args.plane != nullptr && !seals_.empty()) seal(args);
+    const bool planes = args.planes.scan != nullptr;
+    check(args.planes);
+    if (divided_window_ != window || divided_planes_ != planes) divide(window, planes);
+    if (planes && !seals_.empty()) seal(args);
     pool_.run(int64_t(items_.size()),
               [&](int thread, int64_t i) { tiles_[size_t(thread)]->run(args, &items_[size_t(i)]); });
     if (args.report == nullptr) return;
@@ -129,13 +162,13 @@ void TopkPlan::run(const TopkLayerArgs& args) {
         if (batch_.seqs[size_t(item.seq)].q_len <= kMaxScanQueries) sum.bytes += double(item.bytes);
     }
     const double key_bytes = 2.0 * shape_.num_kv_heads * shape_.head_dim * (shape_.half ? 2 : 4);
-    for (size_t s = 0; s < topk_.size(); ++s) {
+    for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
-        if (topk_[s] <= 0 || seq.q_len == 0) continue;
+        if (policies_[s].topk <= 0 || seq.q_len == 0) continue;
         const int64_t seen = window > 0 ? std::min(seq.seq_len, window + seq.q_len - 1) : seq.seq_len;
         const double dense = seq.q_len <= kMaxScanQueries ? key_bytes * double(seen) : 0.0;
         args.report[s].dense_bytes += dense;
-        if (seq.seq_len > topk_[s]) continue;
+        if (active(s)) continue;
         args.report[s].bytes += dense;
         double visible = 0.0;
         for (int64_t p = seq.seq_len - seq.q_len; p < seq.seq_len; ++p)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.attention.backend import AttentionBackend
+from octavo.attn_rule import AttnRule
 from octavo.cache.kv_cache import DTYPES, KVCache
 from octavo.config import WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
@@ -25,7 +26,7 @@ from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
-from octavo.request import MAX_ATTN_TOPK, check_int, is_int
+from octavo.request import check_attn_topk, check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
@@ -162,14 +163,17 @@ def assemble(
         head_dim=loaded.config.head_dim,
         kv_dtype=cache.kv_dtype,
         device=config.device,
-        plane_layers=resources.plane_layers(config, loaded.config),
+        planes=resources.plane_set(config, loaded.config),
     )
     if config.has_planes:
-        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.planes.nbytes
+        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.plane_bytes
+        kinds = ["scan"] + ["means of values"] * config.has_tail + ["bounds of keys"] * config.has_fast
         log.info(
-            "top-k attention: scan planes of %s beside K and V of %s",
+            "top-k attention: planes (%s) of %s beside K and V of %s: %.2f times plain float16 in all",
+            ", ".join(kinds),
             resources.format_size(planes),
             resources.format_size(rows),
+            (rows + planes) / (kv_cache.key.numel() + kv_cache.value.numel()) / 2,
         )
     scheduler = Scheduler(
         config.scheduler,
@@ -265,11 +269,16 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
-    check_int("attn_topk", config.attn_topk, 0, MAX_ATTN_TOPK)
+    check_attn_topk(config.attn_topk, config.attn_topk_mode, config.attn_topk_tail)
     if not isinstance(config.topk_planes, bool):
         raise ValueError(f"topk_planes must be True or False, got {config.topk_planes!r:.100}")
     if not isinstance(config.dense_layers, tuple) or not all(map(is_int, config.dense_layers)):
         raise ValueError(f"dense_layers must be a list of layers by number, got {config.dense_layers!r:.100}")
+    if (config.has_tail or config.has_fast) and not config.has_planes:
+        name = "attn_topk_tail" if config.has_tail else f"attn_topk_mode={config.attn_topk_mode!r}"
+        raise ValueError(f"{name} needs attn_topk or topk_planes: without them every layer is dense")
+    if config.attn_topk:
+        AttnRule.of(config.attn_topk, config.attn_topk_mode, config.has_tail)
     if config.dense_layers and not config.has_planes:
         raise ValueError("dense_layers needs attn_topk or topk_planes: without them every layer is dense")
     if config.weights not in WEIGHTS:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from octavo.attn_rule import AUTO
 from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
@@ -120,12 +121,12 @@ class Engine:
         admission.check_params(params, self.vocab_size)
         admission.check_queueing(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
-        attn_topk, attn_policy = admission.resolve_attn_topk(params, self.config)
+        attn_rule, attn_policy = admission.resolve_attn_topk(params, self.config)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
         entry = _Entry(entry_id, label, prompt, [], time.monotonic())
-        if attn_topk:
-            entry.attn_report = AttnTopkReport(attn_topk=attn_topk)
+        if attn_rule.topk:
+            entry.attn_report = AttnTopkReport(attn_topk=AUTO if attn_rule.least else attn_rule.topk)
         if params.prompt_logprobs is not None:
             entry.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
@@ -143,7 +144,7 @@ class Engine:
                 arrival=entry_id,
                 priority=priority,
                 cache_salt=cache_salt,
-                attn_topk=attn_topk,
+                attn_rule=attn_rule,
                 attn_policy=attn_policy,
             )
             choice = _Choice(request, self._detokenizer(ids, params))

@@ -186,8 +186,8 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
     blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
     tokens = [token for share in scheduled for token in _tokens(share)]
-    budgets = [s.request.attn_topk for s in scheduled]
-    has_topk = any(budgets)
+    rules = [s.request.attn_rule for s in scheduled]
+    has_topk = any(rule.topk for rule in rules)
     last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
     return ForwardBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -197,7 +197,7 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
         seq_lens=torch.from_numpy(ends).to(device),
         cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
         logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
-        attn_topk=torch.tensor(budgets, dtype=torch.int32) if has_topk else None,
+        attn_topk=torch.tensor(rules, dtype=torch.int32) if has_topk else None,
         attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
         attn_reads=_reads(scheduled, cu_seqlens),
     )

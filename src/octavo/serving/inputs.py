@@ -51,6 +51,8 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
         "stop_token_ids": request.stop_token_ids,
         "min_tokens": request.min_tokens,
         "attn_topk": request.attn_topk,
+        "attn_topk_mode": request.attn_topk_mode,
+        "attn_topk_tail": request.attn_topk_tail,
     }
     fields = {name: value for name, value in given.items() if value is not None}
     try:
