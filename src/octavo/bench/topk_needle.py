@@ -25,8 +25,8 @@ from octavo.request import RequestOutput, SamplingParams
 
 #: What is hidden, and the turns: how a question ends, and what must follow.
 NEEDLE = (
-    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon, and the best season there is "
-    "autumn.\n\n"
+    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon, and the best season there "
+    "is autumn.\n\n"
 )
 TURNS = (
     ("\n\nRemember: the best thing to eat in Lisbon is", " a pancake with lemon"),
