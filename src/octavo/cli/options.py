@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.config import WEIGHTS
+from octavo.config import ACTIVATIONS, WEIGHTS
 
 #: The backends by name, as ``octavo.kernels.api`` has them; that module imports torch.
 ATTENTION = ("fused", "sdpa", "bmm", "loop", "reference")
@@ -88,6 +88,16 @@ Weights = Annotated[
         metavar="NAME",
         help=f"How weights are kept: {', '.join(WEIGHTS)}; auto keeps them as stored.",
         rich_help_panel=ENGINE,
+    ),
+]
+ACTIVATIONS_HELP = (
+    f"What is multiplied with the weights: {' or '.join(ACTIVATIONS)} (faster, other numbers; "
+    "needs quantised weights)."
+)
+Activations = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(*ACTIVATIONS), metavar="NAME", help=ACTIVATIONS_HELP, rich_help_panel=ENGINE
     ),
 ]
 Threads = Annotated[
