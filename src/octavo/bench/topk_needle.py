@@ -24,13 +24,13 @@ from octavo.engine.engine import Engine
 from octavo.request import RequestOutput, SamplingParams
 
 #: What is hidden, and the turns: how a question ends, and what must follow.
-NEEDLE = " The password of the lighthouse is marmalade, and the name of its keeper is Wellington."
+NEEDLE = (
+    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon, and the best season there "
+    "is autumn.\n\n"
+)
 TURNS = (
-    (
-        "\n\nQuestion: What is the password of the lighthouse?\nAnswer: The password of the lighthouse is",
-        " marmalade",
-    ),
-    (".\n\nQuestion: What is the name of its keeper?\nAnswer: The name of its keeper is", " Wellington"),
+    ("\n\nRemember: the best thing to eat in Lisbon is", " a pancake with lemon"),
+    (". Remember: the best season there is", " autumn"),
 )
 DEPTHS = 10
 #: Goals: dense finds the needle in so many of 30 cells; the mean loss of the right answer's log-probability.
@@ -40,7 +40,7 @@ GOAL_FOUND, GOAL_LOSS = 20 / 30, 0.1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     modes: tuple[str, ...] = ("exact", "streaming")
-    topks: tuple[int, ...] = (64, 128, 256)
+    topks: tuple[int, ...] = (64, 256)
     dense_layers: tuple[int, ...] = ()
     lengths: tuple[int, ...] = (2048, 4096, 8000)
 

@@ -134,14 +134,15 @@ class BandAttention(AttentionBackend):
         self.sinks = sinks
         self.recent = kept - sinks
 
-    def plan(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks and offsets of the positions that any query reads, and who reads which."""
+    def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
+        """Blocks and positions of the keys that any query reads, and who reads which."""
         if batch.num_seqs != 1:
             raise ValueError(f"a band serves one sequence at a time, got {batch.num_seqs}")
-        end, first = int(batch.seq_lens[0]), int(batch.positions[0])
-        start = max(self.sinks, first - self.recent + 1)
+        end, num_queries = int(batch.seq_lens[0]), int(cu_seqlens_q[1])
+        positions = torch.arange(end - num_queries, end)
+        start = max(self.sinks, end - num_queries - self.recent + 1)
         keys = torch.cat([torch.arange(min(self.sinks, end)), torch.arange(start, end)])
-        behind = batch.positions[:, None] - keys
+        behind = positions[:, None] - keys
         seen = (behind >= 0) & ((behind < self.recent) | (keys < self.sinks))
         return batch.block_table[0].long(), keys, seen
 
