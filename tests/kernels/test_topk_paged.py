@@ -341,6 +341,8 @@ def test_a_scan_that_threads_share_finds_the_same(window: int | None, alike_keys
     for threads in (2, 3):
         out, details, cut = run(p, 64, threads=threads)
         assert torch.equal(bits(out), bits(expected))
+        for policy in (Policy.of(64, tail=True), Policy.adaptive(2000, 16), Policy.of(64, fast=True)):
+            assert torch.equal(bits(run(p, policy, threads=threads)[0]), bits(run(p, policy)[0]))
         assert torch.equal(details.position, alone.position)
         assert cut.kept == report.kept
         for (row, head, position, first), *_, score in _scored(case, q, k, v):
@@ -354,4 +356,7 @@ def _scored(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
     for row, head, _, position, first in rows_of(case):
         kv_head = head // (case.num_heads // case.num_kv_heads)
         keys = k[:, kv_head].contiguous()
-        yield (row, head, position, first), topk_paged.scan_bounds(q[position, head][None], keys, case.scale)[2][0]
+        yield (
+            (row, head, position, first),
+            topk_paged.scan_bounds(q[position, head][None], keys, case.scale)[2][0],
+        )

@@ -137,7 +137,8 @@ std::pair<int64_t, int64_t> TopkPlan::scan_range(const Item& item, int64_t windo
     return {first / kRecordKeys * kRecordKeys, end};
 }
 
-// With few scans to go round, the item's keys are scanned in parts, and then each of its rows is an item.
+// With few scans to go round, the item's keys are scanned in parts, and then each of its rows is an item; but one
+// reading of the means serves all rows.
 bool TopkPlan::cut_scan(const Item& item, int64_t window, int64_t scans) {
     const auto [begin, end] = scan_range(item, window);
     const int64_t wanted = (kThreadParts * pool_.num_threads() + scans - 1) / scans;
@@ -145,16 +146,17 @@ bool TopkPlan::cut_scan(const Item& item, int64_t window, int64_t scans) {
     if (pool_.num_threads() == 1 || parts < 2) return false;
     const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + kSpan - 1) / kSpan * kSpan;
     for (int64_t from = begin; from < end; from += step) parts_.push_back({item, from, std::min(from + step, end), {}});
-    for (int r = 0; r < item.rows; ++r) {
-        Item row = item;
-        row.row0 += r;
-        row.rows = 1;
-        row.cost /= item.rows;
-        row.first_part = first;
-        row.parts = int64_t(parts_.size()) - first;
-        row.part_row = r;
-        row.scan_end = end;
-        items_.push_back(row);
+    const int together = policies_[size_t(item.seq)].tail != 0 ? item.rows : 1;
+    for (int r = 0; r < item.rows; r += together) {
+        Item rest = item;
+        rest.row0 += r;
+        rest.rows = together;
+        rest.cost = item.cost / item.rows * together;
+        rest.first_part = first;
+        rest.parts = int64_t(parts_.size()) - first;
+        rest.part_row = r;
+        rest.scan_end = end;
+        items_.push_back(rest);
     }
     return true;
 }
