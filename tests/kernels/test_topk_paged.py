@@ -330,7 +330,7 @@ def _of(p: Paged, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Paged:
 @pytest.mark.parametrize("window", [None, 3000])
 @pytest.mark.parametrize("alike_keys", [False, True])
 def test_a_scan_that_threads_share_finds_the_same(window: int | None, alike_keys: bool) -> None:
-    """One sequence is cut along its keys; where keys are nearly equal bounds decide nothing and scores must."""
+    """One sequence is cut along its keys; where keys are nearly equal, scores decide and not bounds."""
     case = Case(((2, 6000),), num_heads=4, num_kv_heads=2, window=window)
     p = paged.build(case)
     q, k, v = case.tokens(0)
