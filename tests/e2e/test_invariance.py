@@ -393,7 +393,7 @@ def test_a_prefix_hit_at_every_offset_within_a_block(topk_baseline: Baseline) ->
 def test_policies_that_differ_run_in_one_step_and_share_nothing(smollm2_path: Path) -> None:
     """All of them beside dense, in one engine that has every plane; each gives what it gives alone."""
     everything = Baseline(smollm2_path, attn_topk=8, attn_topk_mode="fast", attn_topk_tail=True)
-    prompt, new = prompt_of(everything.loaded, 300), 4
+    prompt, new = prompt_of(everything.loaded, 120), 3
     asked: list[dict[str, Any]] = [
         {"attn_topk": 0},
         {},

@@ -347,3 +347,38 @@ def _of(p: Paged, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Paged:
     everything = torch.zeros(len(k), *q.shape[1:])
     topk_paged.attend(everything, kv, plan, everything.clone())
     return Paged(p.case, q.contiguous(), kv, p.meta)
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+@pytest.mark.parametrize("alike_keys", [False, True])
+def test_a_scan_that_threads_share_finds_the_same(window: int | None, alike_keys: bool) -> None:
+    """One sequence is cut along its keys; where keys are nearly equal, scores decide and not bounds."""
+    case = Case(((2, 6000),), num_heads=4, num_kv_heads=2, window=window)
+    p = paged.build(case)
+    q, k, v = case.tokens(0)
+    if alike_keys:
+        k = k[:1] + 1e-6 * k
+    p = _of(p, q[-2:], k, v)
+    expected, alone, report = run(p, 64)
+    for threads in (2, 3):
+        out, details, cut = run(p, 64, threads=threads)
+        assert torch.equal(bits(out), bits(expected))
+        for policy in (Policy.of(64, tail=True), Policy.adaptive(2000, 16), Policy.of(64, fast=True)):
+            assert torch.equal(bits(run(p, policy, threads=threads)[0]), bits(run(p, policy)[0]))
+        assert torch.equal(details.position, alone.position)
+        assert cut.kept == report.kept
+        for (row, head, position, first), *_, score in _scored(case, q, k, v):
+            kept = details.position[row, head].long() - first
+            dropped = 1 - torch.softmax(score[first : position + 1].double(), 0)[kept].sum()
+            assert dropped <= details.dropped[row, head] + 1e-12
+            assert alike_keys or details.dropped[row, head] < 1
+
+
+def _scored(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    for row, head, _, position, first in rows_of(case):
+        kv_head = head // (case.num_heads // case.num_kv_heads)
+        keys = k[:, kv_head].contiguous()
+        yield (
+            (row, head, position, first),
+            topk_paged.scan_bounds(q[position, head][None], keys, case.scale)[2][0],
+        )

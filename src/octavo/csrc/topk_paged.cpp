@@ -20,6 +20,9 @@ namespace {
 constexpr int64_t kMaxScanQueries = 4;
 constexpr int kScanRows = 16;
 constexpr int64_t kMinScanKeys = 256;
+// A part of a scan has at least so many keys, and a thread so many parts.
+constexpr int64_t kPartKeys = 1024;
+constexpr int64_t kThreadParts = 3;
 // Floats of row state that a thread's tile of rows may take.
 constexpr int64_t kTileFloats = int64_t(1) << 18;
 
@@ -88,6 +91,7 @@ TopkPlan::~TopkPlan() = default;
 
 void TopkPlan::divide(int64_t window, bool planes) {
     items_.clear();
+    parts_.clear();
     int64_t active = 0;
     for (size_t s = 0; s < policies_.size(); ++s) active += this->active(s);
     for (size_t s = 0; s < policies_.size(); ++s) {
@@ -102,21 +106,59 @@ void TopkPlan::divide(int64_t window, bool planes) {
         int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
         // Heads of a group share a scan, unless threads would have nothing to do.
         const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        while (way != Way::score && most > 1 && items() < pool_.num_threads()) most /= 2;
+        const bool may_cut = way == Way::scan && visible >= 2 * kPartKeys;
+        while (way != Way::score && !may_cut && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
-            for (int h = 0; h < shape_.num_kv_heads; ++h)
-                items_.push_back({int64_t(s), h, row0, count, way, cost, {}, 0});
+            for (int h = 0; h < shape_.num_kv_heads; ++h) {
+                const Item item{int64_t(s), h, row0, count, way, cost, {}, 0, 0, 0, 0, 0};
+                if (!may_cut || !cut_scan(item, window, items())) items_.push_back(item);
+            }
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
     tile_rows_ = 0;
     for (const Item& item : items_) tile_rows_ = std::max(tile_rows_, item.rows);
+    for (const Part& part : parts_) tile_rows_ = std::max(tile_rows_, part.item.rows);
     tiles_.clear();
     for (int t = 0; t < pool_.num_threads(); ++t) tiles_.emplace_back(new TopkTile(*this));
     divided_window_ = window;
     divided_planes_ = planes;
+}
+
+std::pair<int64_t, int64_t> TopkPlan::scan_range(const Item& item, int64_t window) const {
+    const Sequence& seq = batch_.seqs[size_t(item.seq)];
+    // The first row sees the least.
+    const int64_t position = seq.seq_len - seq.q_len + item.row0 / group_;
+    const int64_t first = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+    const int64_t others_end = std::max(first, position + 1 - policies_[size_t(item.seq)].recent);
+    const int64_t end = std::min(others_end, position) / kRecordKeys * kRecordKeys;
+    return {first / kRecordKeys * kRecordKeys, end};
+}
+
+// With few scans to go round, the item's keys are scanned in parts, and then each of its rows is an item; but one
+// reading of the means serves all rows.
+bool TopkPlan::cut_scan(const Item& item, int64_t window, int64_t scans) {
+    const auto [begin, end] = scan_range(item, window);
+    const int64_t wanted = (kThreadParts * pool_.num_threads() + scans - 1) / scans;
+    const int64_t parts = std::min(wanted, (end - begin) / kPartKeys);
+    if (pool_.num_threads() == 1 || parts < 2) return false;
+    const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + kSpan - 1) / kSpan * kSpan;
+    for (int64_t from = begin; from < end; from += step) parts_.push_back({item, from, std::min(from + step, end), {}});
+    const int together = policies_[size_t(item.seq)].tail != 0 ? item.rows : 1;
+    for (int r = 0; r < item.rows; r += together) {
+        Item rest = item;
+        rest.row0 += r;
+        rest.rows = together;
+        rest.cost = item.cost / item.rows * together;
+        rest.first_part = first;
+        rest.parts = int64_t(parts_.size()) - first;
+        rest.part_row = r;
+        rest.scan_end = end;
+        items_.push_back(rest);
+    }
+    return true;
 }
 
 void TopkPlan::seal(const TopkLayerArgs& args) {
@@ -148,6 +190,8 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     check(args.planes);
     if (divided_window_ != window || divided_planes_ != planes) divide(window, planes);
     if (planes && !seals_.empty()) seal(args);
+    pool_.run(int64_t(parts_.size()),
+              [&](int thread, int64_t i) { tiles_[size_t(thread)]->run_part(args, &parts_[size_t(i)]); });
     pool_.run(int64_t(items_.size()),
               [&](int thread, int64_t i) { tiles_[size_t(thread)]->run(args, &items_[size_t(i)]); });
     if (args.report == nullptr) return;
@@ -182,6 +226,7 @@ void TopkPlan::run(const TopkLayerArgs& args) {
 int64_t TopkPlan::bytes_read() const {
     int64_t bytes = 0;
     for (const Item& item : items_) bytes += item.bytes;
+    for (const Part& part : parts_) bytes += part.item.bytes;
     return bytes;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "plan.h"
@@ -101,6 +102,23 @@ private:
         double cost;
         TopkReport report;
         int64_t bytes;
+        // Where threads would wait for each other its keys are scanned apart, before it runs.
+        int64_t first_part, parts;
+        int part_row;      // of a part's rows: its own first
+        int64_t scan_end;  // keys behind it are scored
+    };
+    // What a part of a row's keys leaves in the race.
+    struct Found {
+        std::vector<int32_t> position;
+        std::vector<float> value, bound;  // bound 0: `value` is the score
+        float limit, dropped;             // `dropped` is relative to the limit
+        int64_t rescored;
+    };
+    // Rows against the records of the keys [begin, end).
+    struct Part {
+        Item item;
+        int64_t begin, end;
+        std::vector<Found> found;
     };
     // A span of 16 that this step completes.
     struct Seal {
@@ -109,6 +127,9 @@ private:
     };
 
     void divide(int64_t window, bool planes);
+    bool cut_scan(const Item& item, int64_t window, int64_t scans);
+    // Keys whose records all rows of an item see whole, before their queries and recent keys.
+    std::pair<int64_t, int64_t> scan_range(const Item& item, int64_t window) const;
     void seal(const TopkLayerArgs& args);
     void check(const TopkPlanes& planes) const;
     // Whether rows of the sequence may be other than dense.
@@ -131,6 +152,7 @@ private:
     int64_t divided_window_ = -1;
     bool divided_planes_ = false;
     std::vector<Item> items_;
+    std::vector<Part> parts_;
     int tile_rows_ = 0;
     std::vector<std::unique_ptr<TopkTile>> tiles_;  // of each thread
 };

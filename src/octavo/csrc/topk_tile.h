@@ -13,6 +13,7 @@ class TopkTile {
 public:
     explicit TopkTile(const TopkPlan& plan);
     void run(const TopkLayerArgs& args, TopkPlan::Item* item);
+    void run_part(const TopkLayerArgs& args, TopkPlan::Part* part);
 
 private:
     // Sums of exp(score - m).
@@ -53,6 +54,10 @@ private:
     void take(Row& row, const float* scores, int64_t base, int lo, int hi);
     void settle(Row& row);
     void scan_all();
+    void scan_records(int64_t begin, int64_t end);
+    void limit_candidates(Row& row);
+    void keep_found(Row& row, TopkPlan::Found* found);
+    void take_found(Row& row, const TopkPlan::Found& found);
     void rank_all();
     void take_ranked(Row& row, int64_t first_ranked, int64_t end_ranked, TopkRow* records);
     void adapt_all();
