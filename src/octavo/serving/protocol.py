@@ -93,6 +93,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     attn_topk: int | None = None
     attn_explain: bool = False
+    return_token_ids: bool = False
 
 
 class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
