@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from octavo.cli import bench, bench_topk, convert, models, run, serve, train
+from octavo.cli import bench, convert, models, run, serve, train
 from octavo.cli.errors import FAILURE, INTERRUPTED, USAGE, CommandError, os_sentence
 
 # typer keeps its base class of usage errors in a private module whose name changed between
@@ -30,7 +30,6 @@ app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
 app.command("train")(train.train)
-bench.app.add_typer(bench_topk.app, name="topk")
 app.add_typer(bench.app, name="bench")
 
 

@@ -11,7 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli import options as opt
-from octavo.cli.bench import RESULTS, TEXT, Out, command_line, numbers, terminal, word_list, write_json
+from octavo.cli.bench_output import (
+    RESULTS,
+    TEXT,
+    Out,
+    command_line,
+    console,
+    names,
+    numbers,
+    reporter,
+    write_json,
+)
 from octavo.cli.errors import plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
@@ -57,7 +67,7 @@ def topk(
             topk=attn_topk,
             rounds=rounds,
             quick=quick,
-            console=terminal(),
+            console=console(),
         )
 
 
@@ -84,7 +94,7 @@ def quality(  # noqa: PLR0913  (each argument is an option of the command)
 
     def measure(**common: Any) -> dict[str, Any]:
         settings = bench.Settings(
-            modes=tuple(word_list(modes)),
+            modes=tuple(names(modes)),
             topks=numbers(topks),
             dense_layers=_layers(dense_layers),
             windows=numbers(windows),
@@ -115,7 +125,7 @@ def needle(  # noqa: PLR0913  (each argument is an option of the command)
 
     def measure(**common: Any) -> dict[str, Any]:
         settings = bench.Settings(
-            modes=tuple(word_list(modes)),
+            modes=tuple(names(modes)),
             topks=numbers(topks),
             dense_layers=_layers(dense_layers),
             lengths=numbers(lengths),
@@ -130,19 +140,16 @@ def _layers(text: str) -> tuple[int, ...]:
 
 
 def _run(bench: ModuleType, measure: Callable[..., dict[str, Any]], path: Path, fresh: bool) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True, soft_wrap=True)
     with plainly():
         path.parent.mkdir(parents=True, exist_ok=True)
         known = path.is_file() and not fresh
         result = measure(
             found=json.loads(path.read_text(encoding="utf-8")) if known else None,
-            report=lambda line: console.print(line, style="dim", markup=False),
+            report=reporter(),
             save=lambda so_far: write_json(path, {"command": command_line()} | so_far),
         )
         bench.draw(result, path.with_suffix(".png"))
-    terminal().print(bench.table(result))
+    console().print(bench.table(result))
     for goal in result["goals"]:
         print(f"{goal['goal']}: {'met by ' + ', '.join(goal['by']) if goal['met'] else 'missed'}")
     print(f"written: {path} and {path.with_suffix('.png').name}")

@@ -95,6 +95,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     attn_topk_mode: str | None = None
     attn_topk_tail: bool | None = None
     attn_explain: bool = False
+    return_token_ids: bool = False
 
 
 class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
