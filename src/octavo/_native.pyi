@@ -63,12 +63,14 @@ class AttentionPlan:
         lse: int,
     ) -> None: ...
 
-def weight_formats() -> list[tuple[str, int, int]]: ...
+def weight_formats() -> list[tuple[str, int, int, bool]]: ...
 
 class PackedWeight:
     """A weight [outputs, inputs] in its stored bits, in the kernels' order; see ``csrc/linear.h``."""
 
     def __init__(self, type: str, outputs: int, inputs: int) -> None: ...
+    @property
+    def type(self) -> str: ...
     @property
     def outputs(self) -> int: ...
     @property
@@ -88,6 +90,7 @@ def linear(
     residual: int,
     out: int,
     out_stride: int,
+    int8: bool,
     pool: ThreadPool,
     isa: str,
 ) -> None: ...
@@ -131,12 +134,15 @@ class Layer:
         head_dim: int,
         gated: bool,
         activation: str,
+        int8: bool,
         isa: str,
     ) -> None: ...
     def set_norm(self, name: str, norm: Norm) -> None: ...
     def set_projection(self, name: str, weights: list[PackedWeight], bias: int) -> None: ...
     def before_attention(self, step: Step, rope: int, key: int, value: int, pool: ThreadPool) -> None: ...
-    def after_attention(self, step: Step, attention: int, workspace: Workspace, pool: ThreadPool) -> None: ...
+    def after_attention(
+        self, x: int, rows: int, attention: int, workspace: Workspace, pool: ThreadPool
+    ) -> None: ...
 
 def embed(
     *,
@@ -161,6 +167,7 @@ def logits(
     take: int,
     rows: int,
     out: int,
+    int8: bool,
     workspace: Workspace,
     pool: ThreadPool,
     isa: str,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,8 @@ class ForwardBatch:
         attn_report: ``[num_seqs, 6]`` float64, to which each layer of attention adds what became of the
         rows of
             the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None likewise.
+        rows_read: ``[num_seqs]`` int32, how many of each sequence's last rows of the result are read; None
+            for all. A model may leave the others as they are before the last layer has finished.
 
     Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
     with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
@@ -38,6 +42,7 @@ class ForwardBatch:
         seq_lens     = [ 6,  7]
         cu_seqlens_q = [ 0,  1,  4]
         logits_rows  = [ 0]
+        rows_read    = [ 1, 0]
 
     Query row i of sequence s stands at absolute position
     ``seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`` and sees the keys 0 up to there.
@@ -52,10 +57,18 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     attn_topk: torch.Tensor | None = None
     attn_report: torch.Tensor | None = None
+    rows_read: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    def read_rows(self) -> NDArray[np.int64]:
+        """The rows of ``token_ids`` that ``rows_read`` stands for, ``[num_read]``."""
+        assert self.rows_read is not None
+        ends, counts = self.cu_seqlens_q[1:].numpy(force=True), self.rows_read.numpy(force=True)
+        runs = [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return np.concatenate(runs, dtype=np.int64)
 
     @property
     def num_seqs(self) -> int:

@@ -11,6 +11,7 @@ from octavo.attn_rule import AUTO
 from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 
 __all__ = [
+    "ACTIVATIONS",
     "WEIGHTS",
     "CacheConfig",
     "EngineConfig",
@@ -22,6 +23,8 @@ __all__ = [
 
 #: How weights are kept: as stored, or in the one type named.
 WEIGHTS = ("auto", "float32", "float16", "bfloat16", "q8_0", "q4_1")
+#: What is multiplied with the weights: as it is, or rounded to 8 bits a value.
+ACTIVATIONS = ("float32", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     attention: str = "fused"
     weights: str = "auto"  # one of WEIGHTS
+    activations: str = "float32"  # one of ACTIVATIONS
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None

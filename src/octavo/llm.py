@@ -48,6 +48,9 @@ class LLM:
             same numbers. "float32", "float16" or "bfloat16": expanded or rounded at load. "q8_0" or "q4_1": a
             checkpoint that is not quantised is quantised at load. Only "fused" attention has linear
             layers for all of them; beside the others weights are float32.
+        activations: "float32", or "int8": what is multiplied with the weights is rounded to 8 bits a value,
+            each 32 with a scale of their own. Faster, and other numbers. Only with "fused" attention, and for
+            quantised weights; a product with float weights among others keeps float32, with a warning.
         block_size: tokens per KV block, a power of two from 1 to 256.
         kv_dtype: how K and V are stored, "float32" or "float16".
         kv_cache_memory: size of the KV pool, such as "2GiB" or a number of bytes. By default half of
@@ -86,6 +89,7 @@ class LLM:
         *,
         attention: str = "fused",
         weights: str = "auto",
+        activations: str = "float32",
         block_size: int = 16,
         kv_dtype: str = "float32",
         kv_cache_memory: str | int | None = None,
@@ -123,6 +127,7 @@ class LLM:
             ),
             attention=attention,
             weights=weights,
+            activations=activations,
             device=device,
             num_threads=num_threads,
             seed=seed,

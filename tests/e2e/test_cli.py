@@ -108,6 +108,7 @@ def test_version():
         (["run", "--kv-cache-memory", "9" * 400], ["--kv-cache-memory", "a size is a number of bytes"]),
         (["run", "--block-size", "12"], ["power of two", "12"]),
         (["run", "--weights", "q2_k"], ["--weights", "auto, float32, float16, bfloat16, q8_0, q4_1"]),
+        (["run", "--activations", "int4"], ["--activations", "float32, int8", "int4"]),
         (["run", "--max-model-len", "8q"], ["8k", "8q"]),
         (["run", "--max-model-len", "0"], ["--max-model-len", "'0'"]),
         (["run", "--threads", "0"], ["--threads"]),
@@ -252,7 +253,7 @@ def test_one_json_object_says_everything():
     assert isinstance(answer["cache_miss_reason"], str)
     assert answer["attention"] == "fused"
     assert answer["isa"]
-    assert answer["weights"] == "auto"
+    assert (answer["weights"], answer["activations"]) == ("auto", "float32")
     timings = answer["timings"]
     assert 0 < timings["first_token_s"] <= timings["total_s"]
     assert timings["load_s"] > 0

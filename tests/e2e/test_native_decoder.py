@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from octavo.kernels.linear import StoredMatrix
 from octavo.kernels.native import ThreadPool, _native
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
+from octavo.weights.quantize import quantize
 
 TOLERANCE = 1e-4
 BLOCK_SIZE = 8
@@ -105,6 +108,24 @@ def native(config: ModelConfig, *, threads: int = 1, isa: str = "auto") -> Nativ
     return fill(NativeDecoder(config, POOLS[threads], isa=isa), config)
 
 
+INT8_CONFIGS = {
+    name: dataclasses.replace(CONFIGS[name], intermediate_size=128)
+    for name in ("llama-biases", "gemma3", "gpt2")
+}
+
+
+def in_8_bits(config: ModelConfig, kind: str, *, threads: int = 1, isa: str = "auto") -> NativeDecoder:
+    """Matrices in ``kind`` and activations in int8."""
+    decoder = NativeDecoder(config, POOLS[threads], isa=isa, int8=True)
+    for name, weight in weights_of(config).items():
+        if weight.dim() == 2:
+            rows = quantize(weight, kind)
+            decoder.load_weight(name, StoredMatrix(kind, *weight.shape, rows.view(-1)))
+        else:
+            decoder.load_weight(name, weight)
+    return decoder
+
+
 class Run:
     """One decoder with its own cache; ``step`` computes the next tokens of any sequences."""
 
@@ -120,8 +141,13 @@ class Run:
         self.lengths: dict[int, int] = {}
 
     @torch.inference_mode()
-    def step(self, chunks: dict[int, list[int]]) -> dict[int, torch.Tensor]:
-        """Sequence s lives in the blocks 8 s to 8 s + 7. Logits of every new token, by sequence."""
+    def step(
+        self, chunks: dict[int, list[int]], read: dict[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Sequence s lives in the blocks 8 s to 8 s + 7. Logits of every new token, by sequence.
+
+        With ``read`` only as many of the last ones are meant to be read.
+        """
         positions: list[int] = []
         slots: list[int] = []
         for s, ids in chunks.items():
@@ -138,6 +164,7 @@ class Run:
             seq_lens=torch.tensor([self.lengths[s] for s in chunks], dtype=torch.int32),
             cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
             logits_rows=torch.arange(sum(counts)),
+            rows_read=None if read is None else torch.tensor([read[s] for s in chunks], dtype=torch.int32),
         )
         hidden = self.decoder.forward(batch, self.cache, self.attention)
         logits = self.decoder.logits(hidden, batch.logits_rows)
@@ -163,17 +190,38 @@ def test_equals_the_torch_decoder(config: ModelConfig) -> None:
 
 
 def test_bits_do_not_depend_on_chunks_company_threads_or_instruction_set(config: ModelConfig) -> None:
-    ids = ids_of(config, 23)
-    want = Run(native(config)).step({0: ids})[0]
+    assert_law(config, partial(native, config))
 
-    run = Run(native(config, threads=3), threads=3)
+
+@pytest.mark.parametrize("name", INT8_CONFIGS)
+@pytest.mark.parametrize("kind", ["q8_0", "q4_1"])
+def test_nor_do_they_with_activations_in_int8(name: str, kind: str) -> None:
+    assert_law(INT8_CONFIGS[name], partial(in_8_bits, INT8_CONFIGS[name], kind))
+
+
+@pytest.mark.parametrize("name", INT8_CONFIGS)
+def test_activations_in_int8_are_near(name: str) -> None:
+    """Norms, activations and gates are those of float32; only what is multiplied is rounded."""
+    config = INT8_CONFIGS[name]
+    ids = ids_of(config, 23)
+    want = Run(fill(Decoder(config), config), "reference").step({0: ids})[0]
+    got = Run(in_8_bits(config, "q8_0")).step({0: ids})[0]
+    assert not torch.equal(got, Run(native(config)).step({0: ids})[0])
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+def assert_law(config: ModelConfig, make: Callable[..., NativeDecoder]) -> None:
+    ids = ids_of(config, 23)
+    want = Run(make()).step({0: ids})[0]
+
+    run = Run(make(threads=3), threads=3)
     parts = [run.step({0: ids[:1]}), run.step({1: ids_of(config, 40, 1), 0: ids[1:8]})]
     parts += [run.step({0: ids[8:16], **{s: ids_of(config, s, s) for s in (2, 5, 7)}})]
     parts += [run.step({3: [1], 0: [token]}) for token in ids[16:]]
     assert torch.equal(torch.cat([part[0] for part in parts]), want)
 
     for isa in _native.isas():
-        assert torch.equal(Run(native(config, isa=isa)).step({0: ids})[0], want), isa
+        assert torch.equal(Run(make(isa=isa)).step({0: ids})[0], want), isa
 
 
 def test_more_rows_than_pass_through_a_layer_at_once_have_the_same_bits() -> None:
@@ -183,6 +231,24 @@ def test_more_rows_than_pass_through_a_layer_at_once_have_the_same_bits() -> Non
     got = together.step(batch)
     for s, ids in batch.items():
         assert torch.equal(alone.step({s: ids})[s], got[s])
+
+
+def test_rows_that_nobody_reads_change_no_bit_of_the_others(config: ModelConfig) -> None:
+    chunks = {0: ids_of(config, 23), 1: ids_of(config, 9, 1), 2: ids_of(config, 30, 2), 3: [5]}
+    read = {0: 1, 1: 0, 2: 30, 3: 1}
+    whole, part = Run(native(config)), Run(native(config, threads=3), threads=3)
+    want, got = whole.step(chunks), part.step(chunks, read)
+    for s, count in read.items():
+        end = len(chunks[s])
+        assert torch.equal(got[s][end - count :], want[s][end - count :])
+    assert not torch.equal(got[1], want[1])  # the last layer leaves out what nobody reads
+    assert torch.equal(whole.cache.key, part.cache.key)
+    assert torch.equal(whole.cache.value, part.cache.value)
+    later = {s: [7] for s in chunks}
+    nobody = part.step(later, dict.fromkeys(chunks, 0))
+    want = whole.step(later)
+    assert not any(torch.equal(nobody[s], want[s]) for s in chunks)
+    assert torch.equal(whole.cache.key, part.cache.key)
 
 
 def test_float16_caches_hold_what_the_torch_decoder_writes(config: ModelConfig) -> None:

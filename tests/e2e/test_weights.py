@@ -23,7 +23,7 @@ from octavo.batch import ForwardBatch
 from octavo.bench import perplexity
 from octavo.cache.kv_cache import KVCache
 from octavo.config import EngineConfig
-from octavo.engine.build import assemble, load, read_config
+from octavo.engine.build import _check_products, assemble, load, read_config
 from octavo.kernels.api import AttentionSpec
 from octavo.kernels.native import ThreadPool
 from octavo.models.decoder import Decoder
@@ -63,7 +63,8 @@ def tensors(names: str) -> dict[str, np.ndarray]:
     }
 
 
-def write_gguf(path: Path, kind: str) -> Path:
+def write_gguf(path: Path, kind: str, also: dict[str, str] | None = None) -> Path:
+    """All matrices in ``kind``, but those of a part that ``also`` has a type for."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
@@ -73,8 +74,8 @@ def write_gguf(path: Path, kind: str) -> Path:
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
-    dtype = gguf.GGMLQuantizationType[kind]
     for name, tensor in tensors("gguf").items():
+        dtype = gguf.GGMLQuantizationType[(also or {}).get(name.split(".")[-2], kind)]
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
@@ -246,6 +247,92 @@ def test_the_torch_backends_refuse_what_they_would_have_to_expand(tmp_path: Path
         LLM(str(tmp_path), weights="int3")
 
 
+@pytest.fixture(scope="module")
+def tokenized(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tokenized(tmp_path_factory.mktemp("int8") / "m"))
+
+
+def test_activations_in_int8_answer_the_same_cold_warm_in_chunks_and_in_company(tokenized: str) -> None:
+    """Ids and log-probabilities, to the bit; and they are not those of float32."""
+    prompts = [[(7 * i + s) % 250 for i in range(n)] for s, n in enumerate((1, 5, 17, 30, 41))]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+
+    def answers(calls: list[list[list[int]]], **options: object) -> list[tuple[list[int], list[dict]]]:
+        llm = LLM(tokenized, weights="q4_1", block_size=4, num_blocks=128, num_threads=2, **options)
+        outputs = [o for prompts in calls for o in llm.generate(prompts, params, use_tqdm=False)]
+        if len(outputs) > len(prompts):
+            assert all(o.num_cached_tokens for o in outputs[len(prompts) + 1 :])
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+    alone = answers([[p] for p in prompts], activations="int8", enable_prefix_caching=False)
+    assert alone != answers([[p] for p in prompts], enable_prefix_caching=False)
+    assert answers([prompts], activations="int8", enable_prefix_caching=False) == alone
+    assert answers([prompts], activations="int8", max_num_batched_tokens=8) == alone
+    assert answers([prompts, prompts], activations="int8") == alone * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {},
+            r"activations=.int8. needs weights in q8_0, q4_0, .* or q6_k, but those of m are in f32: use",
+        ),
+        (
+            {"weights": "float16"},
+            r"activations=.int8. needs weights that are quantised, got weights='float16'",
+        ),
+        ({"weights": "q8_0", "attention": "sdpa"}, r"needs attention=.fused."),
+        ({"attention": "sdpa"}, r"activations=.int8. needs attention=.fused., got 'sdpa'"),
+        ({"activations": "int4"}, r"activations must be one of float32, int8, got 'int4'"),
+    ],
+)
+def test_activations_in_int8_are_refused_where_they_cannot_be(
+    tokenized: str, options: dict, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        LLM(tokenized, **{"activations": "int8", "num_blocks": 8} | options)
+
+
+def test_the_command_line_takes_activations(tokenized: str) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from octavo.cli import main; main()",
+        "run",
+        tokenized,
+        "--raw",
+        "--json",
+    ]
+    options = [
+        "--prompt",
+        "abc",
+        "--max-tokens",
+        "3",
+        "--weights",
+        "q8_0",
+        "--activations",
+        "int8",
+        "--threads",
+        "1",
+    ]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True, timeout=120)
+    answer = json.loads(done.stdout)
+    assert (answer["weights"], answer["activations"]) == ("q8_0", "int8")
+    assert len(answer["token_ids"]) == 3
+
+
+def test_what_keeps_float32_activations_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of two types: the products with a matrix that has no such kernel."""
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "x.gguf", "Q8_0", also={"ffn_down": "F16", "attn_v": "BF16"})
+    )
+    decoder = NativeDecoder(read_config(checkpoint), ThreadPool(1), int8=True)
+    load_stored(decoder, checkpoint, "auto", tied=True, canonical=partial(canonical, "llama"))
+    _check_products(decoder, "x.gguf")
+    assert caplog.messages == ["x.gguf: 4 of 9 products keep float32 activations, for weights in bf16, f16"]
+
+
 def test_perplexity_is_that_of_the_second_half_of_each_window(tmp_path: Path) -> None:
     """Against the same losses taken from logits of the torch decoder."""
     model = write_tokenized(tmp_path / "m")
@@ -254,7 +341,13 @@ def test_perplexity_is_that_of_the_second_half_of_each_window(tmp_path: Path) ->
     options = {"num_threads": 1, "num_blocks": 16}
     told: list[str] = []
     result = perplexity.run(
-        str(model), ["float32", "q8_0"], text, window=24, max_windows=2, options=options, report=told.append
+        str(model),
+        ["float32", "q8_0", "q8_0/int8"],
+        text,
+        window=24,
+        max_windows=2,
+        options=options,
+        report=told.append,
     )
     llm = LLM(str(model), attention="reference", **options)
     ids = llm.tokenizer.encode(text.read_text())

@@ -34,6 +34,10 @@ def test_the_batch_of_the_worked_example():
     assert batch.seq_lens.tolist() == [6, 7]
     assert batch.cu_seqlens_q.tolist() == [0, 1, 4]
     assert batch.logits_rows.tolist() == [0]
+    assert batch.rows_read.tolist() == [1, 0]
+    assert batch.read_rows().tolist() == [0]
+    b.params = SamplingParams(prompt_logprobs=1)  # scores its prompt: every row is read
+    assert build([ScheduledRequest(a, 5, 1), ScheduledRequest(b, 4, 3)], 4).rows_read is None
     # a share that spans the end of the prompt (a resume) takes tokens from both sides
     assert build([ScheduledRequest(a, 1, 4)], 4).token_ids.tolist() == [2, 3, 40, 50]
     assert build([ScheduledRequest(a, 4, 2)], 4).token_ids.tolist() == [50, 60]
@@ -441,6 +445,7 @@ def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
     others = [
         (replace(config, attention="sdpa"), *base[1:]),
         (replace(config, weights="float32"), *base[1:]),
+        (replace(config, activations="int8"), *base[1:]),
         (replace(config, cache=replace(cache, kv_dtype="float16")), *base[1:]),
         (replace(config, cache=replace(cache, block_size=32)), *base[1:]),
         (config, replace(model, rope=RopeConfig(theta=5.0)), *base[2:]),

@@ -74,6 +74,8 @@ def multiply(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    *,
+    int8: bool = False,
 ) -> torch.Tensor:
     """``layer(x)`` on an instruction set of one's choice; ``out`` may be the residual."""
     if out is None:
@@ -87,6 +89,7 @@ def multiply(
         residual=0 if residual is None else residual.data_ptr(),
         out=out.data_ptr(),
         out_stride=out.stride(0),
+        int8=int8,
         pool=pool(2),
         isa=isa,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from octavo.batch import ForwardBatch
@@ -51,7 +52,17 @@ class AttentionBackend:
 
     def plan(self, batch: ForwardBatch) -> Any:
         """What this step's layers share. Call once a step."""
-        meta = api.AttentionMeta(batch.block_table, batch.seq_lens, batch.cu_seqlens_q)
+        return self._plan(batch, batch.cu_seqlens_q)
+
+    def plan_read(self, batch: ForwardBatch) -> Any:
+        """As :meth:`plan`, for a layer that attends with the ``rows_read`` alone."""
+        assert batch.rows_read is not None
+        ends = np.cumsum(batch.rows_read.numpy(force=True), dtype=np.int32)
+        cu_seqlens_q = torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends]))
+        return self._plan(batch, cu_seqlens_q.to(batch.cu_seqlens_q.device))
+
+    def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
+        meta = api.AttentionMeta(batch.block_table, batch.seq_lens, cu_seqlens_q)
         if batch.attn_topk is None:
             return self._kernel.plan(meta, self.spec, self.pool)
         if not self.topk:

@@ -3,6 +3,7 @@
 All linear layers of a model, as the decoder calls them: Q, K and V as one product, gate and up as one.
 MKL (through ``torch.nn.functional.linear``), a plain read of memory and a large product take their turns
 within each round, so that ratios hold even when the machine's speed drifts.
+"q8_0/int8" is q8_0 with activations in int8: its GFLOP/s count the same products, which are integers there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from octavo.bench.machine import machine, torch_threads, versions
 from octavo.kernels import native
-from octavo.kernels.linear import PackedLinear, StoredMatrix, weight_formats
+from octavo.kernels.linear import PackedLinear, StoredMatrix, int8_types, weight_formats
 from octavo.kernels.native import ThreadPool
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -69,7 +70,7 @@ SMOLLM2 = Model(
         Shape(1536, (576,), 30),
         Shape(576, (49152,), 1),
     ),
-    ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_1", "q4_0"),
+    ("f32", "f16", "bf16", "q8_0", "q5_0", "q4_1", "q4_0", "q8_0/int8", "q4_1/int8"),
 )
 #: Its sizes are multiples of 256, which Q4_K and Q6_K need.
 GENERIC = Model(
@@ -80,9 +81,14 @@ GENERIC = Model(
         Shape(2048, (5632, 5632), 2),
         Shape(5632, (2048,), 2),
     ),
-    ("f32", "f16", "q8_0", "q6_k", "q4_k", "q4_1"),
+    ("f32", "f16", "q8_0", "q6_k", "q4_k", "q4_1", "q8_0/int8", "q4_k/int8", "q4_1/int8"),
 )
-TINY = Model("tiny", (Shape(256, (64, 32), 2), Shape(512, (40,), 1)), tuple(weight_formats()), 64)
+TINY = Model(
+    "tiny",
+    (Shape(256, (64, 32), 2), Shape(512, (40,), 1)),
+    (*weight_formats(), *(f"{kind}/int8" for kind in int8_types())),
+    64,
+)
 
 
 def stored(kind: str, outputs: int, inputs: int) -> StoredMatrix:
@@ -102,10 +108,12 @@ def stored(kind: str, outputs: int, inputs: int) -> StoredMatrix:
 def native_layers(model: Model, kind: str, pool: ThreadPool, isa: str) -> list[PackedLinear]:
     """Every layer of the model in memory of its own, in the order in which they are called."""
     layers = []
+    kind, _, activations = kind.partition("/")
     for shape in model.shapes:
         matrices = {str(i): stored(kind, outputs, shape.inputs) for i, outputs in enumerate(shape.parts)}
         for _ in range(shape.count):
-            layer = PackedLinear(shape.inputs, {n: m.outputs for n, m in matrices.items()}, pool, isa)
+            sizes = {name: matrix.outputs for name, matrix in matrices.items()}
+            layer = PackedLinear(shape.inputs, sizes, pool, isa, int8=activations == "int8")
             for name, matrix in matrices.items():
                 layer.pack(name, matrix)
             layers.append(layer)

@@ -1,4 +1,4 @@
-"""What a storage type costs in quality: the perplexity of a text under one model, kept in several ways.
+"""What a storage type, and 8-bit activations, cost in quality: perplexity under one model in several ways.
 
 The text is cut into windows that do not overlap. Every window is computed alone and its second half scored,
 so each scored token has at least half a window before it. The difference between two types is taken window by
@@ -11,6 +11,7 @@ import math
 import resource
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,23 @@ def run(
 ) -> dict[str, Any]:
     """Score ``text`` once for each of ``weights``; the first is what the others are compared with.
 
-    ``options`` go to LLM. Raises ValueError for a text of less than one window, or weights that the model
-    cannot be kept in.
+    "q8_0/int8" is q8_0 with activations in int8. ``options`` go to LLM. Raises ValueError for a text of less
+    than one window, or weights that the model cannot be kept in.
     """
-    for name in weights:
-        if name not in WEIGHTS:
-            raise ValueError(f"weights are {', '.join(WEIGHTS)}, got {name!r}")
+    ways = {name: _way(name) for name in weights}
     found: dict[str, dict[str, Any]] = {}
-    for name in weights:
+    for name, (kept, activations) in ways.items():
         llm = LLM(
             model,
-            weights=name,
+            weights=kept,
+            activations=activations,
             enable_prefix_caching=False,
             max_num_seqs=1,
             max_model_len=window + 1,
             **options,
         )
-        losses = _losses(llm, text, window, max_windows, report)
+        say = partial(_say, report, name)
+        losses = _losses(llm, text, window, max_windows, say)
         found[name] = {"window_losses": losses}
         del llm
         first = next(iter(found.values()))["window_losses"]
@@ -70,6 +71,18 @@ def run(
     }
 
 
+def _way(name: str) -> tuple[str, str]:
+    """Weights and activations. Raises ValueError for a name of neither form."""
+    kept, slash, activations = name.partition("/")
+    if kept not in WEIGHTS or (slash and activations != "int8"):
+        raise ValueError(f"weights are {', '.join(WEIGHTS)}, or one of them and /int8, got {name!r}")
+    return kept, activations or "float32"
+
+
+def _say(report: Callable[[str], None], name: str, line: str) -> None:
+    report(f"{name}: {line}")
+
+
 def _losses(
     llm: LLM, text: Path, window: int, max_windows: int | None, report: Callable[[str], None]
 ) -> list[float]:
@@ -86,7 +99,7 @@ def _losses(
         assert output.prompt_logprobs is not None
         scored = zip(piece[window // 2 :], output.prompt_logprobs[window // 2 :], strict=True)
         losses.append(-statistics.fmean(logprobs[token].logprob for token, logprobs in scored if logprobs))
-        report(f"{llm.engine.config.weights}: window {done + 1} of {len(starts)}")
+        report(f"window {done + 1} of {len(starts)}")
     return losses
 
 

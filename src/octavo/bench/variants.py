@@ -46,6 +46,7 @@ FAMILIES = {
 
 #: The files that Octavo reads have their weights in the type that the row is named after; "auto" keeps it.
 _AS_STORED = {"weights": "auto"}
+_INT8 = _AS_STORED | {"activations": "int8"}
 
 VARIANTS = {
     variant.name: variant
@@ -53,6 +54,8 @@ VARIANTS = {
         Variant("octavo-fp32", OURS, "octavo", "fp32", "own-fp32"),
         Variant("octavo-q8_0", OURS, "octavo", "q8_0", "gguf-q8_0", _AS_STORED),
         Variant("octavo-q4_1", OURS, "octavo", "q4_1", "gguf-q4_1", _AS_STORED),
+        Variant("octavo-q8_0-int8", OURS, "octavo", "q8_0", "gguf-q8_0", _INT8),
+        Variant("octavo-q4_1-int8", OURS, "octavo", "q4_1", "gguf-q4_1", _INT8),
         Variant("transformers-fp32", "transformers", "transformers", "fp32", "hf"),
         # Its default precision follows the processor (bfloat16 where that has it): fp32 is asked for.
         Variant(

@@ -329,7 +329,9 @@ def perplexity(
     weights: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="Ways of keeping the weights, by commas; the first is the measure."
+            metavar="NAMES",
+            help="Ways of keeping the weights, by commas; q8_0/int8 has activations in int8 too. "
+            "The first is the measure.",
         ),
     ] = "float32,q8_0,q4_1",
     window: Annotated[int, typer.Option(min=2, help="Tokens of a window; its second half is scored.")] = 2048,
@@ -339,7 +341,7 @@ def perplexity(
     out: Out = RESULTS,
     threads: opt.Threads = None,
 ) -> None:
-    """What it costs in quality to quantise a model at load.
+    """What it costs in quality to quantise a model at load, or its activations.
 
     Needs a checkpoint of float weights for q8_0 and q4_1, such as a folder of safetensors.
     """

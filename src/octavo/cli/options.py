@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.attn_rule import AUTO, MODES
-from octavo.config import WEIGHTS
+from octavo.config import ACTIVATIONS, WEIGHTS
 from octavo.request import MAX_ATTN_TOPK
 
 #: The backends by name, as ``octavo.kernels.api`` has them; that module imports torch.
@@ -102,6 +102,16 @@ Weights = Annotated[
         metavar="NAME",
         help=f"How weights are kept: {', '.join(WEIGHTS)}; auto keeps them as stored.",
         rich_help_panel=ENGINE,
+    ),
+]
+ACTIVATIONS_HELP = (
+    f"What is multiplied with the weights: {' or '.join(ACTIVATIONS)} (faster, other numbers; "
+    "needs quantised weights)."
+)
+Activations = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(*ACTIVATIONS), metavar="NAME", help=ACTIVATIONS_HELP, rich_help_panel=ENGINE
     ),
 ]
 Threads = Annotated[

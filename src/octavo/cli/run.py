@@ -52,6 +52,7 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     stop: opt.Stop = None,
     attention: opt.Attention = "fused",
     weights: opt.Weights = "auto",
+    activations: opt.Activations = "float32",
     threads: opt.Threads = None,
     kv_dtype: opt.KVDtype = "float32",
     kv_cache_memory: opt.KVCacheMemory = None,
@@ -87,6 +88,7 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     engine = {
         "attention": attention,
         "weights": weights,
+        "activations": activations,
         "block_size": block_size,
         "kv_dtype": kv_dtype,
         "kv_cache_memory": kv_cache_memory,
@@ -124,11 +126,16 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
 
 
 def describe(llm: LLM) -> dict[str, Any]:
-    """What computes: the attention backend, its instruction set, and how weights are kept."""
+    """What computes: the attention backend, its instruction set, how weights are kept, and activations."""
     from octavo.engine.build import isa
 
     config = llm.engine.config
-    return {"attention": config.attention, "isa": isa(config.attention), "weights": config.weights}
+    return {
+        "attention": config.attention,
+        "isa": isa(config.attention),
+        "weights": config.weights,
+        "activations": config.activations,
+    }
 
 
 def messages_of(prompt: str, system: str | None) -> list[dict[str, str]]:

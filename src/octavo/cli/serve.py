@@ -17,6 +17,7 @@ import typer
 from octavo.attn_rule import MODES
 from octavo.cli import options as opt
 from octavo.cli.errors import USAGE, CommandError, plainly
+from octavo.config import ACTIVATIONS, WEIGHTS
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -164,6 +165,24 @@ SETTINGS = (
         opt.ENGINE,
         "NAME",
         opt.one_of(*opt.ATTENTION),
+    ),
+    Setting(
+        "weights",
+        str,
+        "auto",
+        f"How weights are kept: {', '.join(WEIGHTS)}; auto keeps them as stored.",
+        opt.ENGINE,
+        "NAME",
+        opt.one_of(*WEIGHTS),
+    ),
+    Setting(
+        "activations",
+        str,
+        "float32",
+        opt.ACTIVATIONS_HELP,
+        opt.ENGINE,
+        "NAME",
+        opt.one_of(*ACTIVATIONS),
     ),
     Setting(
         "kv_cache_memory",
@@ -395,6 +414,8 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 step_ms=values["step_ms"],
             ),
             attention=values["attention"],
+            weights=values["weights"],
+            activations=values["activations"],
             num_threads=values["threads"],
             seed=values["seed"],
             attn_topk=values["attn_topk"],
@@ -454,7 +475,7 @@ def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: f
     attention = config.attention
     _say(
         f"{options.models[0]} loaded in {seconds:.1f} s: {attention} attention ({isa(attention)}), "
-        f"K and V in {config.cache.kv_dtype}"
+        f"K and V in {config.cache.kv_dtype}, activations in {config.activations}"
     )
     _say(
         f"{blocks} KV blocks of {size} tokens: {tokens} tokens at once, "

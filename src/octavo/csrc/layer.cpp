@@ -67,6 +67,7 @@ void Layer::before_attention(const Step& step, const float* rope, void* key, voi
         float* qkv = step.qkv + first * width;
         LinearArgs args{step.x + first * hidden, rows, hidden, weights.qkv.bias, nullptr, qkv, width};
         args.norm = weights.input_norm;
+        args.int8 = shape_.int8;
         linear(weights.qkv.weights, args, pool, isa_);
         for_rows(pool, rows, width, [&](int64_t r) {
             float* q = qkv + r * width;
@@ -90,11 +91,12 @@ void Layer::before_attention(const Step& step, const float* rope, void* key, voi
 void Layer::add(const Projection& projection, const Norm& post_norm, const float* in, int64_t in_stride,
                 int64_t rows, float* x, float* scratch, ThreadPool& pool) const {
     const int64_t hidden = shape_.hidden;
-    if (post_norm.weight == nullptr) {
-        linear(projection.weights, {in, rows, in_stride, projection.bias, x, x, hidden}, pool, isa_);
-        return;
-    }
-    linear(projection.weights, {in, rows, in_stride, projection.bias, nullptr, scratch, hidden}, pool, isa_);
+    const bool normed = post_norm.weight != nullptr;
+    float* out = normed ? scratch : x;
+    LinearArgs args{in, rows, in_stride, projection.bias, normed ? nullptr : x, out, hidden};
+    args.int8 = shape_.int8;
+    linear(projection.weights, args, pool, isa_);
+    if (!normed) return;
     for_rows(pool, rows, hidden, [&](int64_t r) {
         float* row = scratch + r * hidden;
         isa_.rows->norm(post_norm, row, hidden, row);
@@ -102,23 +104,24 @@ void Layer::add(const Projection& projection, const Norm& post_norm, const float
     });
 }
 
-void Layer::after_attention(const Step& step, const float* attention, Workspace& workspace,
+void Layer::after_attention(float* x, int64_t rows, const float* attention, Workspace& workspace,
                             ThreadPool& pool) const {
     const int64_t hidden = shape_.hidden, inner = shape_.intermediate;
     const int64_t q_size = int64_t(shape_.num_heads) * shape_.head_dim;
-    const int64_t most = std::min(step.rows, kPieceRows);
+    const int64_t most = std::min(rows, kPieceRows);
     float* scratch = workspace.floats(most * (hidden + inner));
     float* middle = scratch + most * hidden;
-    for (int64_t first = 0; first < step.rows; first += kPieceRows) {
-        const int64_t rows = std::min(kPieceRows, step.rows - first);
-        float* x = step.x + first * hidden;
-        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, rows, x, scratch, pool);
-        LinearArgs args{x, rows, hidden, weights.gate_up.bias, nullptr, middle, inner};
+    for (int64_t first = 0; first < rows; first += kPieceRows) {
+        const int64_t count = std::min(kPieceRows, rows - first);
+        float* piece = x + first * hidden;
+        add(weights.o, weights.attention_post_norm, attention + first * q_size, q_size, count, piece, scratch, pool);
+        LinearArgs args{piece, count, hidden, weights.gate_up.bias, nullptr, middle, inner};
         args.norm = weights.mlp_norm;
         args.activation = &shape_.activation;
         args.gated = shape_.gated;
+        args.int8 = shape_.int8;
         linear(weights.gate_up.weights, args, pool, isa_);
-        add(weights.down, weights.mlp_post_norm, middle, inner, rows, x, scratch, pool);
+        add(weights.down, weights.mlp_post_norm, middle, inner, count, piece, scratch, pool);
     }
 }
 
@@ -143,7 +146,9 @@ void logits(const LogitsArgs& args, Workspace& workspace, ThreadPool& pool, cons
     for_rows(pool, args.rows, hidden, [&](int64_t r) {
         isa.rows->norm(args.norm, args.x + args.take[r] * args.x_stride, hidden, normed + r * hidden);
     });
-    linear({args.head}, {normed, args.rows, hidden, nullptr, nullptr, args.out, args.head->outputs()}, pool, isa);
+    LinearArgs product{normed, args.rows, hidden, nullptr, nullptr, args.out, args.head->outputs()};
+    product.int8 = args.int8;
+    linear({args.head}, product, pool, isa);
 }
 
 }  // namespace octavo

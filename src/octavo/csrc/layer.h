@@ -66,6 +66,7 @@ struct LayerShape {
     int head_dim;
     bool gated;
     Activation activation;
+    bool int8;  // as in LinearArgs, of every product
 };
 
 class Layer {
@@ -78,9 +79,10 @@ public:
     // (nullptr: none) -> K and V to the cache; q stays in step.qkv.
     void before_attention(const Step& step, const float* rope, void* key, void* value, ThreadPool& pool) const;
 
-    // x += o(attention [rows, num_heads * head_dim]), x += mlp(norm(x)); each half normed before it is added
+    // x [rows, hidden] += o(attention [rows, num_heads * head_dim]), x += mlp(norm(x)); each half normed before it is added
     // where there are post norms.
-    void after_attention(const Step& step, const float* attention, Workspace& workspace, ThreadPool& pool) const;
+    void after_attention(float* x, int64_t rows, const float* attention, Workspace& workspace,
+                         ThreadPool& pool) const;
 
     const LayerShape& shape() const { return shape_; }
 
@@ -116,6 +118,7 @@ struct LogitsArgs {
     const int64_t* take;
     int64_t rows;
     float* out;
+    bool int8;  // as in LinearArgs
 };
 void logits(const LogitsArgs& args, Workspace& workspace, ThreadPool& pool, const Isa& isa);
 

@@ -71,12 +71,13 @@ void bind_layer(nb::module_& m) {
         .def(
             "__init__",
             [](Layer* self, int64_t hidden, int64_t intermediate, int num_heads, int num_kv_heads, int head_dim,
-               bool gated, const std::string& act, const std::string& isa) {
-                new (self) Layer({hidden, intermediate, num_heads, num_kv_heads, head_dim, gated, activation(act)},
-                                 choose_isa(isa));
+               bool gated, const std::string& act, bool int8, const std::string& isa) {
+                new (self) Layer(
+                    {hidden, intermediate, num_heads, num_kv_heads, head_dim, gated, activation(act), int8},
+                    choose_isa(isa));
             },
             nb::kw_only(), "hidden"_a, "intermediate"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "gated"_a,
-            "activation"_a, "isa"_a)
+            "activation"_a, "int8"_a, "isa"_a)
         .def(
             "set_norm",
             [](Layer& layer, const std::string& name, const Norm& norm) {
@@ -98,11 +99,12 @@ void bind_layer(nb::module_& m) {
             "step"_a, "rope"_a, "key"_a, "value"_a, "pool"_a)
         .def(
             "after_attention",
-            [](const Layer& layer, const Step& step, uintptr_t attention, Workspace& workspace, ThreadPool& pool) {
+            [](const Layer& layer, uintptr_t x, int64_t rows, uintptr_t attention, Workspace& workspace,
+               ThreadPool& pool) {
                 nb::gil_scoped_release release;
-                layer.after_attention(step, at<const float>(attention), workspace, pool);
+                layer.after_attention(at<float>(x), rows, at<const float>(attention), workspace, pool);
             },
-            "step"_a, "attention"_a, "workspace"_a, "pool"_a);
+            "x"_a, "rows"_a, "attention"_a, "workspace"_a, "pool"_a);
 
     m.def(
         "embed",
@@ -120,16 +122,16 @@ void bind_layer(nb::module_& m) {
     m.def(
         "logits",
         [](const Norm& norm, const PackedWeight& head, uintptr_t x, int64_t x_stride, int64_t x_rows,
-           uintptr_t take, int64_t rows, uintptr_t out, Workspace& workspace, ThreadPool& pool,
+           uintptr_t take, int64_t rows, uintptr_t out, bool int8, Workspace& workspace, ThreadPool& pool,
            const std::string& isa) {
             const LogitsArgs args{norm, &head, at<const float>(x), x_stride, x_rows, at<const int64_t>(take), rows,
-                                  at<float>(out)};
+                                  at<float>(out), int8};
             const Isa& kernels = choose_isa(isa);
             nb::gil_scoped_release release;
             logits(args, workspace, pool, kernels);
         },
         nb::kw_only(), "norm"_a, "head"_a, "x"_a, "x_stride"_a, "x_rows"_a, "take"_a, "rows"_a, "out"_a,
-        "workspace"_a, "pool"_a, "isa"_a);
+        "int8"_a, "workspace"_a, "pool"_a, "isa"_a);
 
     // For the tests of the row kernels.
     m.def(

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "linear_int8.h"
+
 namespace octavo {
 namespace {
 
@@ -13,7 +15,7 @@ constexpr int64_t kMostDirectRows = 12, kMostDirectQuantizedRows = 8;
 // A piece of one panel, as float32. Tiles read it as fast from a second-level cache as from the first, and every
 // piece costs a load and a store of all sums.
 constexpr int64_t kPieceBytes = 72 << 10;
-// Rows of x whose packed form is walked again and again, for every panel: half of a second-level cache.
+// Prepared rows of x that RowBlocks takes together: half of a second-level cache.
 constexpr int64_t kRowBlockBytes = 512 << 10;
 
 constexpr int kMostPanels = 4;
@@ -92,10 +94,11 @@ void finish(const Call& call, const Group& group, int64_t panel, int64_t row, in
                          args.out + row * args.out_stride + output, args.out_stride});
 }
 
-// Tile t of `tiles`, with a kernel for `type`, asks for its share of `bytes` at `next`, of every panel.
-void ask_for(TileTask* task, WeightType type, const uint8_t* next, int64_t bytes, int64_t t, int64_t tiles) {
+// Tile t of `tiles`, with a kernel that asks every so many k, asks for its share of `bytes` at `next`, of every panel.
+template <class Task>
+void ask_for(Task* task, int every, const uint8_t* next, int64_t bytes, int64_t t, int64_t tiles) {
     const int64_t share = divide_up(divide_up(bytes, 64), tiles);
-    task->prefetch_lines = int(divide_up(share, divide_up(task->k, kAskEvery[int(type)])));
+    task->prefetch_lines = int(divide_up(share, divide_up(task->k, every)));
     task->prefetch = next + t * share * 64;
     task->prefetch_end = std::min(task->prefetch + share * 64, next + bytes);
 }
@@ -115,12 +118,13 @@ void direct_sums(const Call& call, const PackedWeight& weight, int64_t panel, in
     task.x_stride = args.x_stride;
     task.sums = sums;
     task.sums_panel = rows * kLinearPanel;
+    const int every = kAskEvery[int(weight.type())];
     if (tiles > 1) {
         // The tiles share in asking for the next panels, while these are in the cache.
-        ask_for(&task, weight.type(), base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
+        ask_for(&task, every, base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
     } else if (kUnits[int(weight.type())].k > 2) {
         // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
-        ask_for(&task, weight.type(), base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
+        ask_for(&task, every, base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
     }
     call.kernels.direct[int(weight.type())][rows - 1][wide](task);
 }
@@ -190,7 +194,7 @@ void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64
             task.x = x + first * weight.inputs() + begin * count;
             task.sums = sums + first * kLinearPanel;
             task.first = i == 0;
-            ask_for(&task, WeightType::kF32, stored + stored_bytes, stored_bytes, t, tiles);
+            ask_for(&task, kAskEvery[int(WeightType::kF32)], stored + stored_bytes, stored_bytes, t, tiles);
             kernels.packed[count - 1](task);
         }
     }
@@ -208,6 +212,96 @@ void packed_group(const Call& call, const Group& group, int64_t row, int64_t row
         if (up != nullptr) packed_sums(call.kernels, *group.up, panel, rows, x, piece, up);
         finish(call, group, panel, row, int(rows), sums, up);
     }
+}
+
+// Rows are cut into blocks of whole tiles, about equally long, whose prepared x fits into a second-level cache: they
+// are walked again and again, for every panel.
+struct RowBlocks {
+    int64_t rows, tile_rows, count;
+
+    RowBlocks(int64_t rows, int64_t tile_rows, int64_t row_bytes) : rows(rows), tile_rows(tile_rows) {
+        count = divide_up(rows, std::max<int64_t>(8 * tile_rows, kRowBlockBytes / row_bytes));
+    }
+    int64_t start(int64_t i) const {
+        return std::min(rows, divide_up(rows, count * tile_rows) * tile_rows * i);
+    }
+};
+
+// body(first, end) for every tile of every block.
+template <class F>
+void for_tiles(const RowBlocks& blocks, ThreadPool& pool, const F& body) {
+    const int64_t most_tiles = divide_up(blocks.start(1), blocks.tile_rows);
+    pool.run(blocks.count * most_tiles, [&](int, int64_t item) {
+        const int64_t begin = blocks.start(item / most_tiles), rows = blocks.start(item / most_tiles + 1) - begin;
+        const int64_t tiles = divide_up(rows, blocks.tile_rows), t = item % most_tiles;
+        if (t < tiles) body(begin + tile_start(rows, tiles, t), begin + tile_start(rows, tiles, t + 1));
+    });
+}
+
+// Rows [first, end) of x, normed where there is a norm, in memory of this thread if so. Sets the rows' stride.
+const float* normed_rows(const Call& call, int64_t first, int64_t end, int64_t inputs, int64_t* stride) {
+    const LinearArgs& args = call.args;
+    const float* from = args.x + first * args.x_stride;
+    *stride = args.x_stride;
+    if (args.norm.weight == nullptr) return from;
+    *stride = inputs;
+    float* normed = scratch((end - first) * inputs);
+    for (int64_t r = 0; r < end - first; ++r)
+        call.isa.rows->norm(args.norm, from + r * args.x_stride, inputs, normed + r * inputs);
+    return normed;
+}
+
+// The sums [rows, 16] of one panel with tile t of `tiles`, quantised at `x`.
+void int8_sums(const Int8Kernels& kernels, const PackedWeight& weight, int64_t panel, int rows, const uint8_t* x,
+               int64_t t, int64_t tiles, float* sums) {
+    const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+    Int8Task task{base, weight.inputs(), x, sums};
+    // The tiles share in asking for the next panel, while this one is in the cache. A single one is bound by memory, and
+    // the hardware's prefetcher does better alone (docs/decisions.md).
+    if (tiles > 1) ask_for(&task, int(kInt8Block), base + weight.panel_bytes(), weight.panel_bytes(), t, tiles);
+    kernels.tile[int(weight.type())][rows - 1](task);
+}
+
+// Rows [row, row + rows), quantised tile by tile at `x`.
+void int8_group(const Call& call, const Int8Kernels& kernels, const Group& group, int64_t row, int64_t rows,
+                const uint8_t* x) {
+    const int64_t row_bytes = group.weight->inputs() / kInt8Block * kInt8BlockBytes;
+    const int64_t tiles = divide_up(rows, kernels.rows);
+    float sums[kInt8Rows * kLinearPanel], up[kInt8Rows * kLinearPanel];
+    for (int64_t panel = group.panel; panel < group.panel + group.panels; ++panel) {
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t first = tile_start(rows, tiles, t);
+            const int count = int(tile_start(rows, tiles, t + 1) - first);
+            const uint8_t* tile = x + first * row_bytes;
+            int8_sums(kernels, *group.weight, panel, count, tile, t, tiles, sums);
+            if (group.up != nullptr) int8_sums(kernels, *group.up, panel, count, tile, t, tiles, up);
+            finish(call, group, panel, row + first, count, sums, group.up == nullptr ? nullptr : up);
+        }
+    }
+}
+
+void int8_linear(const Call& call, const std::vector<Group>& groups, ThreadPool& pool) {
+    const Int8Kernels& kernels = int8_kernels(call.isa);
+    const int64_t inputs = groups[0].weight->inputs(), count = int64_t(groups.size());
+    const int64_t row_bytes = inputs / kInt8Block * kInt8BlockBytes;
+    const RowBlocks blocks(call.args.rows, kernels.rows, row_bytes);
+    thread_local std::vector<uint8_t> prepared;
+    if (int64_t(prepared.size()) < call.args.rows * row_bytes) prepared.resize(size_t(call.args.rows * row_bytes));
+    uint8_t* x = prepared.data();
+    const auto quantize = [&](int64_t first, int64_t end) {
+        int64_t stride;
+        const float* rows = normed_rows(call, first, end, inputs, &stride);
+        kernels.quantize(rows, stride, int(end - first), inputs / kInt8Block, x + first * row_bytes);
+    };
+    if (call.args.rows <= kernels.rows) {
+        quantize(0, call.args.rows);
+    } else {
+        for_tiles(blocks, pool, quantize);
+    }
+    pool.run(blocks.count * count, [&](int, int64_t item) {
+        const int64_t begin = blocks.start(item / count), rows = blocks.start(item / count + 1) - begin;
+        if (rows > 0) int8_group(call, kernels, groups[size_t(item % count)], begin, rows, x + begin * row_bytes);
+    });
 }
 
 void check_weights(const std::vector<const PackedWeight*>& weights, const LinearArgs& args) {
@@ -229,6 +323,14 @@ const LinearKernels& linear_kernels(const Isa& isa) {
     return portable_linear();
 }
 
+const Int8Kernels& int8_kernels(const Isa& isa) {
+    if (std::strcmp(isa.name, "portable") == 0) return portable_int8();
+    static const bool vnni = cpu_has_vnni() && vnni_int8() != nullptr;
+    return vnni && std::strcmp(isa.name, "avx512") == 0 ? *vnni_int8() : *avx2_int8();
+}
+
+bool has_int8_kernel(WeightType type) { return portable_int8().tile[int(type)][0] != nullptr; }
+
 void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& given, ThreadPool& pool,
             const Isa& isa) {
     if (given.rows < 1 || weights.empty()) return;
@@ -236,6 +338,9 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
     LinearArgs args = given;
     const Call call{linear_kernels(isa), isa, args};
     const std::vector<Group> groups = make_groups(weights, args.gated, pool.num_threads());
+    if (args.int8 && std::all_of(weights.begin(), weights.end(),
+                                 [](const PackedWeight* weight) { return has_int8_kernel(weight->type()); }))
+        return int8_linear(call, groups, pool);
     const int64_t count = int64_t(groups.size()), inputs = weights[0]->inputs();
     const bool quantized = std::any_of(weights.begin(), weights.end(),
                                        [](const PackedWeight* weight) { return kUnits[int(weight->type())].k > 2; });
@@ -252,31 +357,14 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
         pool.run(count, [&](int, int64_t i) { direct_group(call, groups[size_t(i)]); });
         return;
     }
-    const int64_t tile_rows = call.kernels.rows;
-    const int64_t most_rows = std::max<int64_t>(8 * tile_rows, kRowBlockBytes / (inputs * 4));
-    const int64_t blocks = divide_up(args.rows, most_rows);
-    const auto block_start = [&](int64_t block) {
-        return std::min(args.rows, divide_up(args.rows, blocks * tile_rows) * tile_rows * block);
-    };
-    const int64_t most_tiles = divide_up(block_start(1), tile_rows);
-    pool.run(blocks * most_tiles, [&](int, int64_t item) {
-        const int64_t block = item / most_tiles, t = item % most_tiles;
-        const int64_t begin = block_start(block), rows = block_start(block + 1) - begin;
-        const int64_t tiles = divide_up(rows, tile_rows);
-        if (t >= tiles) return;
-        const int64_t first = begin + tile_start(rows, tiles, t), end = begin + tile_start(rows, tiles, t + 1);
-        const float* from = args.x + first * args.x_stride;
-        if (args.norm.weight == nullptr) {
-            call.kernels.pack_x(from, args.x_stride, int(end - first), inputs, x + first * inputs);
-            return;
-        }
-        float* normed = scratch(tile_rows * inputs);
-        for (int64_t r = 0; r < end - first; ++r)
-            isa.rows->norm(args.norm, from + r * args.x_stride, inputs, normed + r * inputs);
-        call.kernels.pack_x(normed, inputs, int(end - first), inputs, x + first * inputs);
+    const RowBlocks blocks(args.rows, call.kernels.rows, inputs * 4);
+    for_tiles(blocks, pool, [&](int64_t first, int64_t end) {
+        int64_t stride;
+        const float* rows = normed_rows(call, first, end, inputs, &stride);
+        call.kernels.pack_x(rows, stride, int(end - first), inputs, x + first * inputs);
     });
-    pool.run(blocks * count, [&](int, int64_t item) {
-        const int64_t begin = block_start(item / count), rows = block_start(item / count + 1) - begin;
+    pool.run(blocks.count * count, [&](int, int64_t item) {
+        const int64_t begin = blocks.start(item / count), rows = blocks.start(item / count + 1) - begin;
         if (rows > 0) packed_group(call, groups[size_t(item % count)], begin, rows, x + begin * inputs);
     });
 }

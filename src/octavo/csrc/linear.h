@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "linear_int8.h"
 #include "linear_kernels.h"
 #include "pool.h"
 #include "rows.h"
@@ -60,6 +61,9 @@ private:
 };
 
 const LinearKernels& linear_kernels(const Isa& isa);
+// AVX-512 without VNNI takes AVX2's: the same bits.
+const Int8Kernels& int8_kernels(const Isa& isa);
+bool has_int8_kernel(WeightType type);
 
 // Several matrices that read the same input, one after the other in the output: q, k and v. Or, where it is gated,
 // two of one shape, gate and up, and one result: activation(gate(x)) * up(x).
@@ -74,6 +78,9 @@ struct LinearArgs {
     Norm norm = {};                          // of x, before the product, where it has a weight
     const Activation* activation = nullptr;  // of the product with its bias, before the residual
     bool gated = false;                      // only with an activation
+    // x, after the norm, in 8 bits a value, by the law of linear_int8.h; for weights that all have a kernel for it,
+    // else as without.
+    bool int8 = false;
 };
 // Throws std::invalid_argument for weights that do not fit together.
 void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& args, ThreadPool& pool,

@@ -6,29 +6,9 @@
 //   how many sums registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
 // Everything is unrolled at compile time; see linear.h for the law and linear_kernels.h for layouts.
 
-#if defined(__GNUC__) || defined(__clang__)
-#define OCTAVO_INLINE __attribute__((always_inline))
-#else
-#define OCTAVO_INLINE
-#endif
-
-// Arrays of vectors are registers only if their loops are gone before registers are given out.
-#define UNROLL _Pragma("GCC unroll 8")
+#include "linear_fields.inl"
 
 constexpr int kPanelVectors = kLinearPanel / kLanes;
-
-template <int N>
-struct Const {
-    static constexpr int value = N;
-};
-
-template <int I, int N, class F>
-OCTAVO_INLINE inline void unroll(const F& f) {
-    if constexpr (I < N) {
-        f(Const<I>{});
-        unroll<I + 1, N>(f);
-    }
-}
 
 constexpr float inverse_power_of_two(int n) { return n == 0 ? 1.0f : 0.5f * inverse_power_of_two(n - 1); }
 
@@ -37,8 +17,6 @@ template <class F>
 OCTAVO_INLINE inline const uint8_t* part(const uint8_t* base, int64_t panel_bytes, int v, F bytes_per_value) {
     return base + (v / kPanelVectors) * panel_bytes + (v % kPanelVectors) * kLanes * bytes_per_value;
 }
-
-inline const uint16_t* halves(const uint8_t* p) { return reinterpret_cast<const uint16_t*>(p); }
 
 // Each type: kUnit k's, kBytes bytes, and each<V>(base, panel_bytes, f), which calls
 // f(k, weights of the V vectors at k) for every k of the unit in ascending order.
@@ -73,22 +51,6 @@ struct BF16 {
         f(1, w);
     }
 };
-
-// Value 30 + Which of 5-bit or 6-bit fields, from the two bits left over in each word.
-template <int Bits, int Which>
-OCTAVO_INLINE inline Int leftover(const uint8_t* words) {
-    constexpr int kFirst = Which * Bits / 2;
-    constexpr bool kOdd = Which * Bits % 2 != 0;  // begins with the upper of a word's two bits
-    Int value = right<kOdd ? 31 : 30>(load_bits(words + kFirst * 64));
-    unroll<1, Bits / 2 + 1>([&](auto i) OCTAVO_INLINE {
-        constexpr int kPlace = 2 * decltype(i)::value - (kOdd ? 1 : 0);  // of the word's lower bit
-        if constexpr (kPlace < Bits) {
-            const Int word = load_bits(words + (kFirst + decltype(i)::value) * 64);
-            value = either(value, mask(right<30 - kPlace>(word), (3u << kPlace) & ((1u << Bits) - 1)));
-        }
-    });
-    return value;
-}
 
 // 32 fields of one block: weight = scale * field + offset, one rounding. Halves of the block (16 k)
 // may have scales of their own.

@@ -120,10 +120,10 @@ NB_MODULE(_native, m) {
             "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a);
 
     m.def("weight_formats", [] {
-        std::vector<std::tuple<std::string, int, int>> formats;
+        std::vector<std::tuple<std::string, int, int, bool>> formats;
         for (int type = 0; type < kNumWeightTypes; ++type) {
             const WeightFormat& format = weight_format(WeightType(type));
-            formats.emplace_back(format.name, format.block, format.block_bytes);
+            formats.emplace_back(format.name, format.block, format.block_bytes, has_int8_kernel(WeightType(type)));
         }
         return formats;
     });
@@ -138,6 +138,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("outputs", &PackedWeight::outputs)
         .def_prop_ro("inputs", &PackedWeight::inputs)
         .def_prop_ro("bytes", &PackedWeight::bytes)
+        .def_prop_ro("type", [](const PackedWeight& weight) { return std::string(weight_format(weight.type()).name); })
         .def(
             "pack_rows",
             [](PackedWeight& weight, uintptr_t data, int64_t first, int64_t rows, ThreadPool& pool) {
@@ -153,16 +154,17 @@ NB_MODULE(_native, m) {
     m.def(
         "linear",
         [](const std::vector<const PackedWeight*>& weights, uintptr_t x, int64_t rows, int64_t x_stride,
-           uintptr_t bias, uintptr_t residual, uintptr_t out, int64_t out_stride, ThreadPool& pool,
+           uintptr_t bias, uintptr_t residual, uintptr_t out, int64_t out_stride, bool int8, ThreadPool& pool,
            const std::string& isa) {
-            const LinearArgs args{at<const float>(x), rows, x_stride, at<const float>(bias),
-                                  at<const float>(residual), at<float>(out), out_stride};
+            LinearArgs args{at<const float>(x), rows, x_stride, at<const float>(bias),
+                            at<const float>(residual), at<float>(out), out_stride};
+            args.int8 = int8;
             const Isa& kernels = choose_isa(isa);
             nb::gil_scoped_release release;
             linear(weights, args, pool, kernels);
         },
         nb::kw_only(), "weights"_a, "x"_a, "rows"_a, "x_stride"_a, "bias"_a, "residual"_a, "out"_a, "out_stride"_a,
-        "pool"_a, "isa"_a);
+        "int8"_a, "pool"_a, "isa"_a);
 
     m.def(
         "write_kv",

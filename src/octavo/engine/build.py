@@ -14,7 +14,7 @@ import torch
 from octavo.attention.backend import AttentionBackend
 from octavo.attn_rule import AttnRule
 from octavo.cache.kv_cache import DTYPES, KVCache
-from octavo.config import WEIGHTS, EngineConfig, ModelConfig
+from octavo.config import ACTIVATIONS, WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
@@ -22,6 +22,7 @@ from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
+from octavo.kernels.linear import int8_types
 from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
@@ -44,13 +45,14 @@ class LoadOptions(NamedTuple):
 
     attention: str
     weights: str
+    activations: str
     device: str
     num_threads: int
 
     @classmethod
     def of(cls, config: EngineConfig) -> LoadOptions:
         num_threads = resources.usable_cpus() if config.num_threads is None else config.num_threads
-        return cls(config.attention, config.weights, config.device, num_threads)
+        return cls(config.attention, config.weights, config.activations, config.device, num_threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +132,30 @@ def _decoder(
 ) -> Decoder | NativeDecoder:
     tied, to_canonical = model.tie_word_embeddings, partial(canonical, model.architecture)
     if options.attention == "fused":
-        stored = NativeDecoder(model, pool)
+        stored = NativeDecoder(model, pool, int8=options.activations == "int8")
         load_stored(stored, checkpoint, options.weights, tied=tied, canonical=to_canonical)
+        if options.activations == "int8":
+            _check_products(stored, checkpoint.path.name)
         return stored
     torch.set_num_threads(options.num_threads)
     decoder = Decoder(model, options.device)
     load_model(decoder, checkpoint, tied=tied, canonical=to_canonical)
     return decoder
+
+
+def _check_products(decoder: NativeDecoder, name: str) -> None:
+    """Refuse 8-bit activations where no product would use them, and say how many do not."""
+    have = int8_types()
+    lacking = [{weight.type for weight in product}.difference(have) for product in decoder.products()]
+    types = ", ".join(sorted(set().union(*lacking)))
+    if all(lacking):
+        raise ValueError(
+            f'activations="int8" needs weights in {", ".join(have[:-1])} or {have[-1]}, but those of {name} '
+            f'are in {types}: use weights="q8_0" or "q4_1" with a checkpoint of float weights'
+        )
+    if any(lacking):
+        line = "%s: %d of %d products keep float32 activations, for weights in %s"
+        log.warning(line, name, sum(map(bool, lacking)), len(lacking), types)
 
 
 def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
@@ -235,6 +254,7 @@ def prefix_fingerprint(
         repr(model),
         config.attention,
         config.weights,
+        config.activations,
         config.cache.kv_dtype,
         str(config.cache.block_size),
         config.device,
@@ -282,6 +302,18 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(
             f'weights={config.weights!r} needs attention="fused": with {config.attention!r} they are float32'
         )
+    if config.activations not in ACTIVATIONS:
+        raise ValueError(
+            f"activations must be one of {', '.join(ACTIVATIONS)}, got {config.activations!r:.100}"
+        )
+    if config.activations == "int8":
+        if config.attention != "fused":
+            raise ValueError(f'activations="int8" needs attention="fused", got {config.attention!r:.100}')
+        if config.weights in ("float32", "float16", "bfloat16"):
+            raise ValueError(
+                f'activations="int8" needs weights that are quantised, got weights={config.weights!r}: '
+                'use weights="q8_0" or "q4_1"'
+            )
     if config.device != "cpu":
         _check_device(config.device)
     resources.check_block_size(config.cache.block_size)

@@ -180,6 +180,9 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     tokens = [token for share in scheduled for token in _tokens(share)]
     rules = [s.request.attn_rule for s in scheduled]
     has_topk = any(rule.topk for rule in rules)
+    rows_read = np.fromiter((_rows_read(s) for s in scheduled), dtype=np.int32, count=num_seqs)
+    # Layers with a budget of keys also take note of the keys that a step adds, and need all of its rows.
+    all_read = has_topk or int(rows_read.sum()) == len(tokens)
     last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
     return ForwardBatch(
         token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -191,7 +194,13 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
         logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
         attn_topk=torch.tensor(rules, dtype=torch.int32) if has_topk else None,
         attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
+        rows_read=None if all_read else torch.from_numpy(rows_read),
     )
+
+
+def _rows_read(share: ScheduledRequest) -> int:
+    scores = share.request.params.prompt_logprobs is not None
+    return share.num_tokens if scores else int(share.samples)
 
 
 def _tokens(share: ScheduledRequest) -> list[int]:

@@ -31,7 +31,10 @@ class NormWeights(NamedTuple):
 
 
 class LayerShape(NamedTuple):
-    """``activation`` is "silu", "gelu" or "gelu_tanh"; a ``gated`` MLP is ``down(act(gate(x)) * up(x))``."""
+    """``activation`` is "silu", "gelu" or "gelu_tanh"; a ``gated`` MLP is ``down(act(gate(x)) * up(x))``.
+
+    ``int8``: as for ``PackedLinear``, of every product.
+    """
 
     hidden: int
     intermediate: int
@@ -40,6 +43,7 @@ class LayerShape(NamedTuple):
     head_dim: int
     gated: bool
     activation: str
+    int8: bool = False
 
 
 class Step:
@@ -151,9 +155,10 @@ def logits(
     workspace: _native.Workspace,
     pool: ThreadPool,
     isa: str = "auto",
+    int8: bool = False,
 ) -> torch.Tensor:
     """``head(norm(x[rows]))``: ``x`` ``[n, hidden]`` float32, each row contiguous; ``rows`` ``[m]`` int64
-    -> ``[m, vocab]``.
+    -> ``[m, vocab]``. ``int8``: as for ``PackedLinear``.
 
     Raises ValueError for a row that ``x`` does not have.
     """
@@ -170,6 +175,7 @@ def logits(
         take=rows.data_ptr(),
         rows=len(rows),
         out=out.data_ptr(),
+        int8=int8,
         workspace=workspace,
         pool=pool,
         isa=isa,

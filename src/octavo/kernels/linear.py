@@ -11,15 +11,24 @@ from octavo.kernels.native import ThreadPool, _native
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How checkpoints store a type: ``block_size`` values of a row in ``block_bytes`` bytes."""
+    """How checkpoints store a type: ``block_size`` values of a row in ``block_bytes`` bytes.
+
+    ``int8``: whether it can be multiplied with activations in 8 bits.
+    """
 
     block_size: int
     block_bytes: int
+    int8: bool
 
 
 def weight_formats() -> dict[str, WeightFormat]:
     """Every type that there is a kernel for, by name."""
-    return {name: WeightFormat(size, num_bytes) for name, size, num_bytes in _native.weight_formats()}
+    return {form[0]: WeightFormat(*form[1:]) for form in _native.weight_formats()}
+
+
+def int8_types() -> list[str]:
+    """The types that can be multiplied with activations in 8 bits."""
+    return [name for name, form in weight_formats().items() if form.int8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +72,25 @@ def pack(stored: StoredMatrix, pool: ThreadPool) -> _native.PackedWeight:
 class PackedLinear:
     """``y = x W^T (+ bias) (+ residual)``, W being several matrices of one input, one below the other.
 
-    Every part is packed once and is not readable as a matrix any more.
+    Every part is packed once and is not readable as a matrix any more. ``int8``: x is rounded to 8 bits a
+    value, by the law of ``csrc/linear_int8.h``, if all parts are of types that have a kernel for it.
     """
 
-    def __init__(self, inputs: int, outputs: dict[str, int], pool: ThreadPool, isa: str = "auto") -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: dict[str, int],
+        pool: ThreadPool,
+        isa: str = "auto",
+        *,
+        int8: bool = False,
+    ) -> None:
         self.inputs = inputs
         self.parts = outputs
         self.outputs = sum(outputs.values())
         self._pool = pool
         self._isa = isa
+        self._int8 = int8
         self._packed: dict[str, _native.PackedWeight] = {}
 
     def pack(self, part: str, stored: StoredMatrix) -> None:
@@ -103,6 +122,7 @@ class PackedLinear:
             residual=0 if residual is None else residual.data_ptr(),
             out=out.data_ptr(),
             out_stride=self.outputs,
+            int8=self._int8,
             pool=self._pool,
             isa=self._isa,
         )

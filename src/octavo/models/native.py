@@ -21,10 +21,13 @@ from octavo.models.rope import RopeTable
 class NativeDecoder:
     """The same face as ``Decoder``, on the CPU and with ``fused`` attention. Matrices keep their stored bits.
 
-    One step at a time: its buffers are reused. ``isa`` forces the kernels (tests).
+    One step at a time: its buffers are reused. ``isa`` forces the kernels (tests). ``int8``: what is
+    multiplied with weights is rounded to 8 bits a value, as for ``PackedLinear``.
     """
 
-    def __init__(self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto") -> None:
+    def __init__(
+        self, config: ModelConfig, pool: ThreadPool, *, isa: str = "auto", int8: bool = False
+    ) -> None:
         self.config = config
         self.pool = pool
         self._isa = isa
@@ -37,6 +40,7 @@ class NativeDecoder:
             head_dim=config.head_dim,
             gated=config.gated_mlp,
             activation=config.activation,
+            int8=int8,
         )
         hidden, vocab = config.hidden_size, config.vocab_size
         learned, rotary = config.positions == "learned", config.positions == "rope"
@@ -59,8 +63,9 @@ class NativeDecoder:
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """Compute one step: K and V of its tokens go to the cache, the result is ``[num_tokens, hidden]``.
 
-        Hidden states are those before the final norm. Raises ValueError, before anything is written, for a
-        token, position or slot that there is not.
+        Hidden states are those before the final norm; rows that ``batch.rows_read`` leaves out stay as they
+        are before the last layer's attention, as nothing else needs them. Raises ValueError, before anything
+        is written, for a token, position or slot that there is not.
         """
         self._ready()
         plan = attention.plan(batch)
@@ -76,18 +81,39 @@ class NativeDecoder:
         scale = self.config.embedding_scale
         workspace, pool = self._workspace, self.pool
         kernel.embed(self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa)
-        for layer, rope, kv in zip(self._native, ropes, layers, strict=True):
+        for i, (layer, rope, kv) in enumerate(zip(self._native, ropes, layers, strict=True)):
             layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), pool)
-            out = attention.run(step.q, kv, plan)
-            layer.after_attention(step.native, out.data_ptr(), workspace, pool)
+            if i == len(layers) - 1 and batch.rows_read is not None:
+                self._finish_rows_read(batch, attention, step, kv)
+            else:
+                out = attention.run(step.q, kv, plan)
+                layer.after_attention(step.x.data_ptr(), step.rows, out.data_ptr(), workspace, pool)
         return step.x
 
     __call__ = forward
 
+    def _finish_rows_read(
+        self, batch: ForwardBatch, attention: AttentionBackend, step: kernel.Step, kv: KVLayer
+    ) -> None:
+        """The last layer after its K and V are written: of the step's rows only those that are read."""
+        rows = batch.read_rows()
+        if not len(rows):
+            return
+        x = step.x.numpy()  # numpy's indexing starts no threads, which would wait on the pool's cores
+        part = torch.from_numpy(x[rows])
+        out = attention.run(torch.from_numpy(step.q.numpy()[rows]), kv, attention.plan_read(batch))
+        self._native[-1].after_attention(
+            part.data_ptr(), len(rows), out.data_ptr(), self._workspace, self.pool
+        )
+        x[rows] = part.numpy()
+
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and vocabulary, ``[m, vocab]`` float32, for ``rows`` ``[m]`` of ``forward``."""
         self._ready()
-        return kernel.logits(self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa)
+        int8 = self._shape.int8
+        return kernel.logits(
+            self._norm, self._head, hidden, rows, self._workspace, self.pool, self._isa, int8
+        )
 
     def expected_weights(self) -> dict[str, tuple[int, ...]]:
         """Canonical name -> shape of every tensor that a checkpoint must bring, each exactly once."""
@@ -98,9 +124,13 @@ class NativeDecoder:
 
     def step_matrices(self) -> list[_native.PackedWeight]:
         """What every step reads whole: the layers' matrices and the head, but not tables read row by row."""
+        return [weight for product in self.products() for weight in product]
+
+    def products(self) -> list[list[_native.PackedWeight]]:
+        """The matrices of every product of a step: those of Q, K and V are one."""
         self._ready()
         linears = [linear for projections, _ in self._layers for linear, _ in projections.values()]
-        return [weight for linear in (*linears, self._head) for weight in linear.weights]
+        return [linear.weights for linear in (*linears, self._head)]
 
     def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
         """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
