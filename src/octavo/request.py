@@ -16,6 +16,8 @@ from octavo.attn_rule import AUTO, DENSE, MODES, AttnRule
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
+#: Of these each costs time in every step.
+MAX_STOP_TOKEN_IDS = MAX_BIASED_IDS = 1024
 MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 100.0
 MAX_ATTN_TOPK = 2**20
@@ -38,7 +40,8 @@ class Status(enum.Enum):
 class Guide(Protocol):
     """Says which tokens may come next in an output, for every choice of one prompt.
 
-    A function of the output so far alone; what either method raises fails that one request.
+    A function of the output so far alone; what either method raises fails that one request. A ValueError
+    says that the grammar itself is impossible.
     """
 
     def allowed(self, choice: int, output_token_ids: Sequence[int]) -> bytes:
@@ -193,6 +196,8 @@ def _check_logit_bias(logit_bias: Any) -> None:
         return
     if not isinstance(logit_bias, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {logit_bias!r:.100}")
+    if len(logit_bias) > MAX_BIASED_IDS:
+        raise ValueError(f"logit_bias takes at most {MAX_BIASED_IDS} token ids, got {len(logit_bias)}")
     for token_id, bias in logit_bias.items():
         if not is_int(token_id):
             raise ValueError(f"logit_bias must map token ids to numbers, got the id {token_id!r:.100}")
@@ -215,6 +220,8 @@ def _check_stop(stop: Any) -> None:
 def _check_stop_token_ids(ids: Any) -> None:
     if ids is not None and (not isinstance(ids, Sequence | Set) or not all(map(is_int, ids))):
         raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r:.100}")
+    if ids is not None and len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -261,6 +268,8 @@ class Request:
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None
+    #: Those of them that came from disk.
+    num_disk_tokens: int = 0
     #: Why the prefix stopped matching, in words, and the first token that had to be computed.
     cache_miss_reason: str | None = None
     num_preemptions: int = 0
@@ -362,7 +371,8 @@ class RequestOutput:
     """The answer to one prompt: its choices, and what the prefix cache did for it.
 
     ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
-    nothing comes before it. ``cache_miss_reason`` says where and why the prefix stopped matching.
+    nothing comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk.
+    ``cache_miss_reason`` says where and why the prefix stopped matching.
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
     unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
@@ -377,6 +387,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     cache_miss_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None

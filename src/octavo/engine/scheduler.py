@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.prefix_cache import Match, PrefixCache, sha256
 from octavo.config import SchedulerConfig
 from octavo.engine.step import (
     BlockCopy,
-    BlockOwner,
+    BlockLoad,
     CacheView,
     ScheduledRequest,
     SchedulerOutput,
@@ -20,13 +22,8 @@ from octavo.engine.step import (
 from octavo.engine.waiting import Entry, WaitingQueue
 from octavo.request import Request, Status
 
-__all__ = [
-    "BlockCopy",
-    "ScheduledRequest",
-    "Scheduler",
-    "SchedulerOutput",
-    "SchedulerStats",
-]
+if TYPE_CHECKING:
+    from octavo.cache.disk_cache import DiskCache
 
 #: Waiting requests looked at in one step, so that its cost does not grow with the queue.
 MAX_LOOKED_AT = 64
@@ -54,6 +51,9 @@ class Scheduler:
     A waiting request of better priority preempts running ones of worse priority when it lacks
     blocks, never when it only lacks a place among ``max_num_seqs``.
 
+    Where the cache in memory ends, a prefix goes on in ``disk``, if there is one: its blocks are loaded into
+    fresh ones and are from then on like computed ones. One request a step may load.
+
     Use: ``schedule()``, compute, ``update()``; ``add()`` and ``finish()`` at any time.
     """
 
@@ -66,6 +66,7 @@ class Scheduler:
         prefix_cache: bool = True,
         fingerprint: str = "",
         hash_function: Callable[[bytes], bytes] = sha256,
+        disk: DiskCache | None = None,
     ) -> None:
         if config.max_model_len is None:
             raise ValueError("max_model_len must be resolved before a scheduler is made")
@@ -75,19 +76,21 @@ class Scheduler:
         self._config = config
         self._max_model_len = config.max_model_len
         self._block_size = block_size
-        self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache(
+        self._new_cache = partial(
+            PrefixCache,
             block_size=block_size,
             num_blocks=num_blocks,
             fingerprint=fingerprint,
             enabled=prefix_cache,
             hash_function=hash_function,
         )
+        self._pool, self._cache = BlockPool(num_blocks), self._new_cache()
+        self._disk = disk
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
         self._waiting = WaitingQueue()
         self._under_way: SchedulerOutput | None = None
-        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = self._disk_hits = 0
         self._preemptions = self._scheduled_tokens = self._finished = 0
 
     # ---- requests come and go
@@ -107,16 +110,42 @@ class Scheduler:
             )
         if request.id in self._entries or request.status is not Status.WAITING:
             raise ValueError(f"request id {request.id} is in use: ids are never reused")
+        self._push(request)
+
+    def _push(self, request: Request) -> None:
+        prompt, capacity = len(request.prompt_token_ids), self._pool.num_blocks * self._block_size
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
-            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt, request.attn_policy),
+            chain=self._cache.chain(request.token_ids, request.cache_salt, request.attn_policy),
             stop_ids=frozenset(request.params.stop_token_ids or ()),
             # The last token sampled is never computed.
             last_position=max(prompt, most - 1),
         )
         self._entries[request.id] = entry
         self._waiting.push(entry)
+
+    def start_over(self, requests: Iterable[tuple[Request, int]]) -> None:
+        """Forget all blocks and what is cached; ``requests``, and no others, wait to be computed again, each
+        from its prompt and so many of its output tokens.
+
+        After anything here was cut short half way: it trusts nothing but the requests, and may itself be cut
+        short and called again.
+        """
+        cache = self._new_cache()
+        cache.num_evictions = self._cache.num_evictions
+        self._pool, self._cache = BlockPool(self._pool.num_blocks), cache
+        self._entries, self._running, self._waiting = {}, [], WaitingQueue()
+        self._under_way = None
+        if self._disk is not None:
+            self._disk.take_sealed()  # of the blocks that are forgotten
+            self._disk.end_reading()
+        for request, num_output_tokens in requests:
+            del request.output_token_ids[num_output_tokens:]
+            request.block_table, request.num_computed_tokens = [], 0
+            request.finish_reason = request.stop_reason = None
+            request.status = Status.WAITING if request.num_cached_tokens is None else Status.PREEMPTED
+            self._push(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request in any state and free its blocks at once; a no-op when it has finished.
@@ -205,12 +234,6 @@ class Scheduler:
                 done.append(request)
         return done
 
-    def drop(self, output: SchedulerOutput) -> None:
-        """Forget a step that was cut short, in place of :meth:`update` or within it; its requests
-        have finished."""
-        assert all(share.request.finished for share in output.scheduled)
-        self._under_way = None
-
     def _schedule_share(self, entry: Entry, step: StepDraft) -> None:
         """Give a running request what the budget and the blocks allow; it pauses when that is none."""
         request = entry.request
@@ -257,6 +280,8 @@ class Scheduler:
     def _give_up_blocks(self, entry: Entry) -> None:
         table, full = entry.request.block_table, len(entry.chain.path)
         rows = entry.num_written - full * self._block_size
+        if self._disk is not None:
+            self._disk.leave(entry.chain)
         self._cache.release(entry.chain, table[full] if rows > 0 else None, rows)
         for block in table:
             self._pool.release(block, keep=self._cache.holds(block))
@@ -280,6 +305,8 @@ class Scheduler:
             self._waiting.settle(entry, chain.digests[index])
         if chain.broken:
             self._waiting.drop_claims(entry)
+        if self._disk is not None and chain.num_saved < len(chain.path):
+            self._disk.note(chain, self._cache.root_digest(chain))
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
         request = entry.request
@@ -337,7 +364,7 @@ class Scheduler:
 
     def _may_admit(self, step: StepDraft, committed: int) -> bool:
         """Cheap reasons not to look at the queue."""
-        if not self._has_place(step):
+        if not self._has_place(step) or step.loads:
             return False
         head = self._waiting.head(1)
         if not head:
@@ -402,14 +429,24 @@ class Scheduler:
         request = entry.request
         self._waiting.remove(entry)
         first = request.num_cached_tokens is None
+        loads = self._on_disk(entry, match)
+        if loads:
+            match = Match(match.nodes)  # a block is more than the rows of a tail
         if first:
-            self._note_hit(entry, match)
+            self._note_hit(entry, match, len(loads))
         table = [node.block for node in match.nodes]
         for block in table:
             self._pool.share(block)
         self._cache.commit(entry.chain, match, hit=first)
-        computed = entry.num_written = len(table) * self._block_size
+        entry.num_written = len(table) * self._block_size
         request.block_table = table
+        for rows in loads:
+            own = self._take_block()
+            assert own is not None, "admission made sure of room"
+            step.copies.append(BlockLoad(own, rows))
+            step.loads = True
+            table.append(own)
+        computed = len(table) * self._block_size
         if match.tail is not None:
             source = match.tail.block
             own = self._take_block()
@@ -427,16 +464,27 @@ class Scheduler:
             self._waiting.claim(entry, self._cache.digests(entry.chain)[len(match.nodes) :])
         self._schedule_share(entry, step)
 
-    def _note_hit(self, entry: Entry, match: Match) -> None:
+    def _on_disk(self, entry: Entry, match: Match) -> list[memoryview]:
+        """Rows of the blocks that follow the match on disk, less than the whole of the request's tokens."""
+        chain, request = entry.chain, entry.request
+        if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
+            return []
+        reusable = self._cache.digests(chain)[: (request.num_tokens - 1) // self._block_size]
+        return self._disk.fetch(self._cache.root_digest(chain), reusable, chain.packed, len(match.nodes))
+
+    def _note_hit(self, entry: Entry, match: Match, num_loads: int) -> None:
         request = entry.request
-        request.num_cached_tokens = len(match.nodes) * self._block_size + match.tail_rows
+        request.num_disk_tokens = num_loads * self._block_size
+        in_memory = len(match.nodes) * self._block_size + match.tail_rows
+        request.num_cached_tokens = in_memory + request.num_disk_tokens
         if self._cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
-        request.cache_miss_reason = self._cache.explain(entry.chain, match)
+        request.cache_miss_reason = self._cache.explain(entry.chain, match, request.num_disk_tokens)
         if self._cache.enabled:
             self._prefix_queries += len(request.prompt_token_ids)
             self._prefix_hits += request.num_cached_tokens
+            self._disk_hits += request.num_disk_tokens
 
     # ---- looking in from outside
 
@@ -452,6 +500,7 @@ class Scheduler:
             used_blocks=self._pool.num_used,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            disk_hits=self._disk_hits,
             preemptions=self._preemptions,
             evictions=self._cache.num_evictions,
             scheduled_tokens=self._scheduled_tokens,
@@ -460,25 +509,19 @@ class Scheduler:
 
     def view(self) -> CacheView:
         """Every block of the pool, and who holds it; a copy."""
-        refs, parents = list(self._pool.refs), self._cache.parents()
-        return CacheView(
-            block_size=self._block_size,
-            refs=refs,
-            cached=[block in parents for block in range(len(refs))],
-            parents=[parents.get(block, -1) for block in range(len(refs))],
-            owners=[
-                BlockOwner(e.request.label, e.request.cache_salt, list(e.request.block_table))
-                for e in self._running
-            ],
-        )
+        requests = [entry.request for entry in self._running]
+        return CacheView.of(self._block_size, self._pool.refs, self._cache.parents(), requests)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block. What runs goes on with its own blocks, uncached from here."""
+        """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""
+        if self._disk is not None:
+            self._disk.clear()
         for block in self._cache.clear():
             if self._pool.refs[block] == 0:
                 self._pool.reclaim(block)
         for entry in self._running:
             entry.chain.path = []
+            entry.chain.num_saved = 0
             entry.chain.broken = True
             self._waiting.drop_claims(entry)
 

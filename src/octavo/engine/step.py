@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.request import Request
@@ -14,6 +15,14 @@ class BlockCopy:
     src: int
     dst: int
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Fill block ``dst`` with ``rows``, which an earlier process left on disk."""
+
+    dst: int
+    rows: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +47,12 @@ class ScheduledRequest:
 class SchedulerOutput:
     """What one step computes. ``copies`` run first, in this order, before anything is written.
 
-    A source may be the destination of a later copy, or a block that the step writes: the order
-    makes that safe, so copies must not be merged or reordered.
+    A source may be the destination of a later copy or load, or a block that the step writes: the order
+    makes that safe, so they must not be merged or reordered.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
-    copies: tuple[BlockCopy, ...] = ()
+    copies: tuple[BlockCopy | BlockLoad, ...] = ()
     preempted: tuple[Request, ...] = ()
 
 
@@ -53,7 +62,8 @@ class SchedulerStats:
 
     ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
     in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
-    prompt tokens, counted once a request at its first admission.
+    prompt tokens, counted once a request at its first admission; ``disk_hits`` are those hits that came
+    from disk.
     """
 
     num_running: int
@@ -64,6 +74,7 @@ class SchedulerStats:
     used_blocks: int
     prefix_queries: int
     prefix_hits: int
+    disk_hits: int
     preemptions: int
     evictions: int
     scheduled_tokens: int
@@ -93,6 +104,20 @@ class CacheView:
     parents: list[int]
     owners: list[BlockOwner]
 
+    @classmethod
+    def of(
+        cls, block_size: int, refs: Sequence[int], parents: Mapping[int, int], running: Sequence[Request]
+    ) -> CacheView:
+        """``parents`` has the cached blocks only; ``running`` are the requests that hold blocks."""
+        blocks = range(len(refs))
+        return cls(
+            block_size=block_size,
+            refs=list(refs),
+            cached=[block in parents for block in blocks],
+            parents=[parents.get(block, -1) for block in blocks],
+            owners=[BlockOwner(r.label, r.cache_salt, list(r.block_table)) for r in running],
+        )
+
 
 @dataclass(slots=True)
 class StepDraft:
@@ -100,5 +125,6 @@ class StepDraft:
 
     budget: int
     scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[BlockCopy | BlockLoad] = field(default_factory=list)
+    loads: bool = False
     preempted: dict[int, Request] = field(default_factory=dict)

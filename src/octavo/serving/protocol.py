@@ -94,6 +94,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     attn_topk: int | str | None = None
     attn_topk_mode: str | None = None
     attn_topk_tail: bool | None = None
+    return_token_ids: bool = False
 
 
 class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
