@@ -7,6 +7,7 @@ import mmap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from octavo.kernels import topk_paged
@@ -65,6 +66,10 @@ class KVCache:
                 _lazy_zeros((*spans, 2, head_dim), torch.float16) if planes.fast else None,
             )
         self._plane_index = {layer: i for i, layer in enumerate(planes.layers)}
+        kept = (self.key, self.value, *(self.planes or ()))
+        #: All that holds blocks, ``[layers, num_blocks, ...]`` each.
+        self._parts = [part for part in kept if part is not None]
+        self.block_bytes = sum(part.nbytes // num_blocks for part in self._parts)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
@@ -108,6 +113,30 @@ class KVCache:
         for plane in self.planes or ():
             if plane is not None:
                 plane[:, dst, :, :whole] = plane[:, src, :, :whole]
+
+    def read_block(self, block: int) -> memoryview:
+        """A copy of all that a block holds, ``block_bytes`` of it: K of every layer, V, and the planes."""
+        rows = torch.empty(self.block_bytes, dtype=torch.uint8)
+        for place, part in zip(self._split(rows), self._parts, strict=True):
+            place.copy_(part[:, block])
+        return rows.numpy().data
+
+    def write_block(self, block: int, rows: memoryview) -> None:
+        """Fill a block with what :meth:`read_block` gave for one."""
+        staged = torch.empty(self.block_bytes, dtype=torch.uint8)
+        staged.numpy()[:] = np.frombuffer(rows, dtype=np.uint8)
+        for place, part in zip(self._split(staged), self._parts, strict=True):
+            part[:, block] = place
+
+    def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """One block's K, V and planes within ``rows`` [block_bytes] uint8, without a copy."""
+        places, start = [], 0
+        for part in self._parts:
+            shape = part.shape[:1] + part.shape[2:]
+            end = start + math.prod(shape) * part.itemsize
+            places.append(rows[start:end].view(part.dtype).view(shape))
+            start = end
+        return places
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
