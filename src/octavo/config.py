@@ -31,7 +31,8 @@ class CacheConfig:
     """The paged KV cache.
 
     ``kv_cache_memory`` is a size ("2GiB", or bytes) or None for a stated share of the memory that
-    the process may still use; ``num_blocks`` overrides both (tests).
+    the process may still use; ``num_blocks`` overrides both (tests). Sealed blocks are also kept in the
+    folder ``cache_dir``, if given, in no more than ``cache_disk`` bytes.
     """
 
     block_size: int = 16
@@ -39,6 +40,8 @@ class CacheConfig:
     kv_cache_memory: str | int | None = None
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    cache_dir: str | None = None
+    cache_disk: str | int = "20GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,9 @@ class LLM:
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens that one step computes at most.
         enable_prefix_caching: reuse the K and V of prompts that start alike.
+        cache_dir: a folder in which sealed blocks are kept, so that the next process reuses them; one process
+            at a time may have it, until :meth:`close` or its end.
+        cache_disk: what ``cache_dir`` may take on disk, such as "20GiB" or a number of bytes.
         num_threads: CPU threads; by default the CPUs that the process may use.
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.
@@ -93,6 +96,8 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_disk: str | int = "20GiB",
         num_threads: int | None = None,
         seed: int | None = None,
         device: str = "cpu",
@@ -112,6 +117,8 @@ class LLM:
                 kv_cache_memory=kv_cache_memory,
                 num_blocks=num_blocks,
                 enable_prefix_caching=enable_prefix_caching,
+                cache_dir=os.fspath(cache_dir) if isinstance(cache_dir, os.PathLike) else cache_dir,
+                cache_disk=cache_disk,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -159,6 +166,12 @@ class LLM:
                 f"{self.model_name} is no encoder: embed() and classify() need one, such as minilm"
             )
         return self._engine
+
+    def close(self) -> None:
+        """Save what waits to be saved and give ``cache_dir`` free; a no-op without one. Nothing more can be
+        asked afterwards."""
+        if isinstance(self._engine, Engine):
+            self._engine.close()
 
     @property
     def tokenizer(self) -> Tokenizer:

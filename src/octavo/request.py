@@ -250,6 +250,8 @@ class Request:
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None
+    #: Those of them that came from disk.
+    num_disk_tokens: int = 0
     #: Why the prefix stopped matching, in words, and the first token that had to be computed.
     cache_miss_reason: str | None = None
     num_preemptions: int = 0
@@ -362,7 +364,8 @@ class RequestOutput:
     """The answer to one prompt: its choices, and what the prefix cache did for it.
 
     ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
-    nothing comes before it. ``cache_miss_reason`` says where and why the prefix stopped matching.
+    nothing comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk.
+    ``cache_miss_reason`` says where and why the prefix stopped matching.
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
     unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
@@ -378,6 +381,7 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    num_disk_tokens: int = 0
     cache_miss_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None

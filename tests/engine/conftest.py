@@ -12,6 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
+from octavo.cache.disk_cache import DiskCache
+from octavo.cache.disk_store import DiskStore
 from octavo.cache.kv_cache import KVCache
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine.engine import Engine
@@ -112,6 +114,8 @@ class Tiny:
         prefix_cache: bool = True,
         eos: Sequence[int] = (EOS,),
         fingerprint: str = "tiny",
+        store: DiskStore | None = None,
+        queue_bytes: int = 2**20,
     ) -> None:
         self.model = TinyModel()
         self.kv_cache = KVCache(
@@ -131,12 +135,17 @@ class Tiny:
             max_model_len=max_model_len or block_size * num_blocks,
             step_ms=step_ms,
         )
+        self.disk = None
+        if store is not None:
+            rows = self.kv_cache.block_bytes
+            self.disk = DiskCache(store, block_size=block_size, row_bytes=rows, queue_bytes=queue_bytes)
         self.scheduler = Scheduler(
             limits,
             block_size=block_size,
             num_blocks=num_blocks,
             prefix_cache=prefix_cache,
             fingerprint=fingerprint,
+            disk=self.disk,
         )
         self.runner = Runner(
             self.model,
@@ -151,6 +160,7 @@ class Tiny:
             scheduler=self.scheduler,
             tokenizer=tokenizer,
             eos_token_ids=eos,
+            disk=self.disk,
         )
 
     def add(self, prompt, params, **kw) -> int:

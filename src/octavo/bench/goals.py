@@ -45,6 +45,15 @@ def _all_goals() -> tuple[Goal, ...]:
     for key in ("e", "e8k"):
         goals.append(_speed(key, "prefill_tok_s", "openvino-fp32", 1.0))
         goals.append(_speed(key, "decode_tok_s", "openvino-fp32", 1.4))
+    # llama.cpp and OpenVINO's int8 round activations to 8 bits, so these compare like with like.
+    int8 = "octavo-q8_0-int8"
+    goals += [Goal("a", "tok_s", f"octavo-{kind}-int8", f"llama.cpp-{kind}", 1.3) for kind in AS_STORED]
+    goals += [
+        Goal("b", "tok_s", int8, "openvino-int8", 1.15),
+        Goal("d", "tok_s", int8, "openvino-int8", 1.4),
+        Goal("e", "prefill_tok_s", int8, "openvino-int8", 1.0),
+        Goal("e", "decode_tok_s", int8, "openvino-int8", 1.4),
+    ]
     for key, measures in {
         "b": ("tok_s",),
         "c": ("tok_s",),

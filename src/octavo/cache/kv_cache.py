@@ -6,6 +6,7 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from octavo.kernels import topk_paged
@@ -48,6 +49,7 @@ class KVCache:
             _lazy_zeros(planes, torch.uint8) if plane_layers else torch.zeros(planes, dtype=torch.uint8)
         )
         self._plane_of = dict(zip(plane_layers, self.planes.unbind(), strict=True))
+        self.block_bytes = sum(part.nbytes // num_blocks for part in (self.key, self.value, self.planes))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
@@ -76,6 +78,30 @@ class KVCache:
         # A span that is not whole is written anew when it is completed.
         whole = num_rows // topk_paged.RECORD_KEYS
         self.planes[:, dst, :, :whole] = self.planes[:, src, :, :whole]
+
+    def read_block(self, block: int) -> memoryview:
+        """A copy of all that a block holds, ``block_bytes`` of it: K of every layer, V, and the planes."""
+        rows = torch.empty(self.block_bytes, dtype=torch.uint8)
+        for place, part in zip(self._split(rows), (self.key, self.value, self.planes), strict=True):
+            place.copy_(part[:, block])
+        return rows.numpy().data
+
+    def write_block(self, block: int, rows: memoryview) -> None:
+        """Fill a block with what :meth:`read_block` gave for one."""
+        staged = torch.empty(self.block_bytes, dtype=torch.uint8)
+        staged.numpy()[:] = np.frombuffer(rows, dtype=np.uint8)
+        for place, part in zip(self._split(staged), (self.key, self.value, self.planes), strict=True):
+            part[:, block] = place
+
+    def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """One block's K, V and planes within ``rows`` [block_bytes] uint8, without a copy."""
+        places, start = [], 0
+        for part in (self.key, self.value, self.planes):
+            shape = part.shape[:1] + part.shape[2:]
+            end = start + math.prod(shape) * part.itemsize
+            places.append(rows[start:end].view(part.dtype).view(shape))
+            start = end
+        return places
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

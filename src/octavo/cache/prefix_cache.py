@@ -81,7 +81,8 @@ class Chain:
 
     Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
     ``path[i]`` is the node that stands for the request's block i. ``broken`` means that no further
-    block of this request can be registered.
+    block of this request can be registered. The first ``num_saved`` blocks of ``path`` are on disk or on
+    their way.
     """
 
     salt: str
@@ -90,6 +91,7 @@ class Chain:
     digests: list[bytes] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
     broken: bool = False
+    num_saved: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -180,12 +182,13 @@ class PrefixCache:
         """The digests of all full blocks of the chain; hashes only what is new."""
         digests, size = chain.digests, self._block_bytes
         for start in range(len(digests) * size, len(chain.packed) - size + 1, size):
-            parent = digests[-1] if digests else self._root_digest(_root_name(chain))
+            parent = digests[-1] if digests else self.root_digest(chain)
             digests.append(self._hash(parent + bytes(chain.packed[start : start + size])))
         return digests
 
-    def _root_digest(self, name: bytes) -> bytes:
-        fingerprint = self._fingerprint.encode()
+    def root_digest(self, chain: Chain) -> bytes:
+        """What stands before a chain's first block: fingerprint, policy and salt."""
+        fingerprint, name = self._fingerprint.encode(), _root_name(chain)
         return self._hash(len(fingerprint).to_bytes(8, "big") + fingerprint + name)
 
     # ---- match (pure), commit (once)
@@ -255,14 +258,16 @@ class PrefixCache:
         if queued:
             self._enqueue(node)
 
-    def explain(self, chain: Chain, match: Match) -> str:
+    def explain(self, chain: Chain, match: Match, num_loaded: int = 0) -> str:
         """Why the prefix stopped matching, with the first token that is computed. One salt only.
+
+        ``num_loaded`` tokens after the match come from disk.
 
         Cached rows of another attention policy are no match, which is said.
         """
         if not self.enabled:
             return "prefix caching is off"
-        first = len(match.nodes) * self.block_size + match.tail_rows
+        first = len(match.nodes) * self.block_size + match.tail_rows + num_loaded
         if chain.num_tokens == 1:
             return "the prompt is one token (0), which is always computed"
         if first == chain.num_tokens - 1:
@@ -275,6 +280,8 @@ class PrefixCache:
             )
         if first == 0:
             return "no cached block starts with this prefix: token 0 is the first computed"
+        if num_loaded:
+            return f"nothing whole on disk continues this prefix: token {first} is the first computed"
         if match.tail is not None:
             ended = match.tail_rows * TOKEN_BYTES == len(match.tail.tokens)
         else:

@@ -1,4 +1,4 @@
-"""The command line: ``octavo pull | models | run | serve | convert | train | bench``.
+"""The command line: ``octavo pull | models | run | serve | convert | train | bench | cache``.
 
 Nothing here imports torch before a command needs it, so that ``octavo --help`` answers at once.
 """

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 import typer
 
-from octavo.cli import bench, convert, models, run, serve, train
+from octavo.cli import bench, cache, convert, models, run, serve, train
 from octavo.cli.errors import FAILURE, INTERRUPTED, USAGE, CommandError, os_sentence
 
 # typer keeps its base class of usage errors in a private module whose name changed between
@@ -31,6 +31,7 @@ app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
 app.command("train")(train.train)
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

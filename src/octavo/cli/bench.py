@@ -8,9 +8,20 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench_quality, bench_topk
+from octavo.cli import bench_history, bench_quality, bench_topk
 from octavo.cli import options as opt
-from octavo.cli.bench_output import RESULTS, TEXT, Out, command_line, console, names, reporter, write_json
+from octavo.cli.bench_output import (
+    CHATS,
+    RESULTS,
+    TEXT,
+    Chats,
+    Out,
+    command_line,
+    console,
+    names,
+    reporter,
+    write_json,
+)
 from octavo.cli.errors import USAGE, plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
@@ -19,17 +30,13 @@ app = typer.Typer(
 )
 
 PEERS = Path(".peers")
-CHATS = Path("conversations.jsonl")
 
 app.command("perplexity")(bench_quality.perplexity)
 app.command("quality")(bench_quality.quality)
 app.command("conversion")(bench_quality.conversion)
 app.command("c2psa")(bench_quality.c2psa)
+app.command("history")(bench_history.history)
 app.add_typer(bench_topk.app, name="topk")
-
-Chats = Annotated[
-    Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-]
 
 
 @app.command("attention")

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results")
 TEXT = Path("benchmarks/data/moby-dick-300k.txt")
+CHATS = Path("conversations.jsonl")
 
+Chats = Annotated[
+    Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
 
 

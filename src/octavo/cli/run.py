@@ -188,6 +188,7 @@ def _as_json(answer: Answer, load_s: float) -> dict[str, Any]:
         "stop_reason": choice.stop_reason if choice else None,
         "num_prompt_tokens": len(output.prompt_token_ids) if output else None,
         "num_cached_tokens": output.num_cached_tokens if output else None,
+        "num_disk_tokens": output.num_disk_tokens if output else None,
         "cache_miss_reason": output.cache_miss_reason if output else None,
         "attn_topk": asdict(output.attn_topk) if output and output.attn_topk else None,
         "attn_reads": asdict(output.attn_reads) if output and output.attn_reads else None,

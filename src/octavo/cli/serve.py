@@ -256,6 +256,23 @@ SETTINGS = (
     ),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", opt.ENGINE),
     Setting(
+        "cache_dir",
+        str | None,
+        None,
+        "A folder in which sealed blocks are kept, so that a restarted server goes on where it was.",
+        opt.ENGINE,
+        "DIR",
+    ),
+    Setting(
+        "cache_disk",
+        str,
+        "20GiB",
+        "What --cache-dir may take on disk, such as 20GiB.",
+        opt.ENGINE,
+        "SIZE",
+        opt.check_size,
+    ),
+    Setting(
         "threads",
         int | None,
         None,
@@ -386,6 +403,8 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 kv_dtype=values["kv_dtype"],
                 kv_cache_memory=values["kv_cache_memory"],
                 enable_prefix_caching=values["prefix_caching"],
+                cache_dir=values["cache_dir"],
+                cache_disk=values["cache_disk"],
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=values["max_num_seqs"],
@@ -460,6 +479,9 @@ def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: f
         f"or {tokens / engine.max_model_len:.1f} contexts of {engine.max_model_len}; "
         f"{config.scheduler.max_num_seqs} sequences run, {options.max_queue} more may wait"
     )
+    disk = engine.disk_stats
+    if disk is not None:
+        _say(f"{disk.blocks} blocks on disk in {config.cache.cache_dir}, at most {config.cache.cache_disk}")
 
 
 def _announce_address(values: dict[str, Any], port: int) -> None:

@@ -7,12 +7,16 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from octavo.attention.backend import AttentionBackend
+from octavo.cache.disk_cache import DiskCache
+from octavo.cache.disk_store import MIN_BYTES, DiskStore, record_bytes
 from octavo.cache.kv_cache import DTYPES, KVCache
+from octavo.cache.prefix_cache import TOKEN_BYTES
 from octavo.config import ACTIVATIONS, WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
@@ -35,6 +39,8 @@ from octavo.weights.load import Checkpoint, load_model, load_stored, open_checkp
 log = logging.getLogger("octavo")
 
 MAX_THREADS = 1024
+#: Blocks that a bound on the disk must have room for.
+MIN_DISK_BLOCKS = 64
 #: A block's number is an int32 in the block table.
 MAX_BLOCKS = 2**31 - 1
 
@@ -190,12 +196,15 @@ def assemble(
             resources.format_size(planes),
             resources.format_size(rows),
         )
+    fingerprint = prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention))
+    disk = open_disk(config, kv_cache.block_bytes, fingerprint)
     scheduler = Scheduler(
         config.scheduler,
         block_size=cache.block_size,
         num_blocks=num_blocks,
         prefix_cache=cache.enable_prefix_caching,
-        fingerprint=prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention)),
+        fingerprint=fingerprint,
+        disk=disk,
     )
     runner = Runner(loaded.decoder, kv_cache, attention, vocab_size=loaded.vocab_size, device=config.device)
     return Engine(
@@ -204,6 +213,25 @@ def assemble(
         scheduler=scheduler,
         tokenizer=loaded.tokenizer,
         eos_token_ids=loaded.eos_token_ids,
+        disk=disk,
+    )
+
+
+def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskCache | None:
+    """The cache's folder, if the configuration names one. Raises ValueError, in one sentence."""
+    cache = config.cache
+    if cache.cache_dir is None:
+        return None
+    max_bytes = resources.parse_size(cache.cache_disk)
+    least = MIN_BYTES + MIN_DISK_BLOCKS * record_bytes(TOKEN_BYTES * cache.block_size, block_bytes)
+    if max_bytes < least:
+        raise ValueError(
+            f"cache_disk must be at least {resources.format_size(least)}, room for {MIN_DISK_BLOCKS} blocks "
+            f"of this model, got {cache.cache_disk!r:.100}"
+        )
+    store = DiskStore(Path(cache.cache_dir), max_bytes)
+    return DiskCache(
+        store, block_size=cache.block_size, row_bytes=block_bytes, origin=bytes.fromhex(fingerprint[:16])
     )
 
 
@@ -261,6 +289,10 @@ def prefix_fingerprint(
         config.device,
         isa,
         str(kernel_version),
+        # Of what another process left on disk: the tables and the torch backends are torch's, and the planes
+        # lie beside the rows.
+        torch.__version__,
+        repr((config.has_planes, config.dense_layers)),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -281,6 +313,12 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(
             f"enable_prefix_caching must be True or False, got {cache.enable_prefix_caching!r:.100}"
         )
+    if cache.cache_dir is not None:
+        if not isinstance(cache.cache_dir, str) or not cache.cache_dir:
+            raise ValueError(f"cache_dir must be the path of a folder, got {cache.cache_dir!r:.100}")
+        if not cache.enable_prefix_caching:
+            raise ValueError("cache_dir needs prefix caching, which is off")
+        resources.parse_size(cache.cache_disk)
     if config.seed is not None and not is_int(config.seed):
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:

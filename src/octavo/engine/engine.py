@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from octavo.cache.disk_cache import DiskCache, DiskStats
 from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
@@ -76,7 +77,7 @@ class Engine:
     """Extends many requests at once, each exactly as if it were alone.
 
     ``config`` is resolved: ``config.scheduler.max_model_len`` and ``config.cache.num_blocks`` are
-    numbers. ``eos_token_ids`` end a text unless its request ignores them.
+    numbers. ``eos_token_ids`` end a text unless its request ignores them. ``disk`` is the scheduler's.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Engine:
         scheduler: Scheduler,
         tokenizer: Tokenizer,
         eos_token_ids: Iterable[int] = (),
+        disk: DiskCache | None = None,
     ) -> None:
         if config.scheduler.max_model_len is None:
             raise ValueError("the engine needs a resolved max_model_len")
@@ -99,6 +101,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self._runner = runner
         self._scheduler = scheduler
+        self._disk = disk
         seconds, most = config.scheduler.step_ms / 1000, config.scheduler.max_num_batched_tokens
         self._pace = StepPace(seconds, most) if seconds else None
         self._entries: dict[int, _Entry] = {}
@@ -209,6 +212,9 @@ class Engine:
         except Exception:
             self._blamed.update(share.request.id for share in output.scheduled)
             raise
+        finally:
+            if self._disk is not None:
+                self._disk.end_reading()
         self._note_step(output, time.monotonic() - start)
 
     @contextlib.contextmanager
@@ -255,9 +261,20 @@ class Engine:
         return bool(self._entries or self._to_repeat or self._cut_short)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix; what runs goes on with its own blocks."""
+        """Forget every cached prefix, in memory and on disk; what runs goes on with its own blocks."""
         with self._whole():
             self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Save what waits to be saved and give the cache folder free; a no-op without one. The engine is not
+        to be used afterwards."""
+        if self._disk is not None:
+            self._disk.close()
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        """The store on disk at this moment; None without one."""
+        return None if self._disk is None else self._disk.stats
 
     def cache_view(self) -> CacheView:
         """Every block of the KV pool, and who holds it; a copy."""
@@ -293,6 +310,7 @@ class Engine:
         metrics.step_time.observe(seconds)
         metrics.computed_tokens = stats.scheduled_tokens
         metrics.prefix_queries, metrics.prefix_hits = stats.prefix_queries, stats.prefix_hits
+        metrics.disk_hits = stats.disk_hits
         metrics.num_preemptions, metrics.num_evictions = stats.preemptions, stats.evictions
 
     def _take(self, output: SchedulerOutput, result: StepResult) -> None:
@@ -301,6 +319,9 @@ class Engine:
         for request_id, sentence in result.errors.items():
             self._fail(*self._owner[request_id], sentence)
         self._scheduler.update(output, result.tokens)
+        if self._disk is not None:
+            for sealed in self._disk.take_sealed():
+                self._disk.put(sealed, self._runner.read_block(sealed.block))
         now = time.monotonic()
         for entry, choice in owners:
             request = choice.request
@@ -410,6 +431,7 @@ class Engine:
             finished=entry.finished,
             prompt_logprobs=entry.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens or 0,
+            num_disk_tokens=first.num_disk_tokens,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,

@@ -44,6 +44,7 @@ class EngineMetrics:
         computed_tokens: tokens that went through the model, recomputed ones included.
         prefix_queries: prompt tokens that were looked up in the prefix cache at an admission.
         prefix_hits: those of them that were found. A resume after a preemption counts in neither.
+        disk_hits: those of the hits that came from disk.
         num_preemptions: preemptions of requests.
         num_evictions: cached blocks that were given up.
         num_steps: engine steps that computed something.
@@ -59,6 +60,7 @@ class EngineMetrics:
     computed_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    disk_hits: int = 0
     num_preemptions: int = 0
     num_evictions: int = 0
     num_steps: int = 0

@@ -15,7 +15,7 @@ from octavo.batch import AttnReads, ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
 from octavo.engine.reads import SpanCounts
-from octavo.engine.step import BlockCopy, ScheduledRequest
+from octavo.engine.step import BlockCopy, BlockLoad, ScheduledRequest
 from octavo.kernels.topk_paged import Report
 from octavo.request import AttnTopkReport, Logprob, Request
 
@@ -81,10 +81,17 @@ class Runner:
         self.vocab_size = vocab_size
         self.device = device
 
-    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Run the step's copies, in order; once, before :meth:`run`."""
+    def copy_blocks(self, copies: Iterable[BlockCopy | BlockLoad]) -> None:
+        """Run the step's copies and loads, in order; once, before :meth:`run`."""
         for copy in copies:
-            self.kv_cache.copy_rows(copy.src, copy.dst, copy.num_rows)
+            if isinstance(copy, BlockLoad):
+                self.kv_cache.write_block(copy.dst, copy.rows)
+            else:
+                self.kv_cache.copy_rows(copy.src, copy.dst, copy.num_rows)
+
+    def read_block(self, block: int) -> memoryview:
+        """A copy of all that a block holds."""
+        return self.kv_cache.read_block(block)
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         """Compute every share of the step and sample where a share ends at the last token.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.prefix_cache import Match, PrefixCache, sha256
 from octavo.config import SchedulerConfig
 from octavo.engine.step import (
     BlockCopy,
+    BlockLoad,
     CacheView,
     ScheduledRequest,
     SchedulerOutput,
@@ -19,6 +21,9 @@ from octavo.engine.step import (
 )
 from octavo.engine.waiting import Entry, WaitingQueue
 from octavo.request import Request, Status
+
+if TYPE_CHECKING:
+    from octavo.cache.disk_cache import DiskCache
 
 #: Waiting requests looked at in one step, so that its cost does not grow with the queue.
 MAX_LOOKED_AT = 64
@@ -46,6 +51,9 @@ class Scheduler:
     A waiting request of better priority preempts running ones of worse priority when it lacks
     blocks, never when it only lacks a place among ``max_num_seqs``.
 
+    Where the cache in memory ends, a prefix goes on in ``disk``, if there is one: its blocks are loaded into
+    fresh ones and are from then on like computed ones. One request a step may load.
+
     Use: ``schedule()``, compute, ``update()``; ``add()`` and ``finish()`` at any time.
     """
 
@@ -58,6 +66,7 @@ class Scheduler:
         prefix_cache: bool = True,
         fingerprint: str = "",
         hash_function: Callable[[bytes], bytes] = sha256,
+        disk: DiskCache | None = None,
     ) -> None:
         if config.max_model_len is None:
             raise ValueError("max_model_len must be resolved before a scheduler is made")
@@ -76,11 +85,12 @@ class Scheduler:
             hash_function=hash_function,
         )
         self._pool, self._cache = BlockPool(num_blocks), self._new_cache()
+        self._disk = disk
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
         self._waiting = WaitingQueue()
         self._under_way: SchedulerOutput | None = None
-        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = self._disk_hits = 0
         self._preemptions = self._scheduled_tokens = self._finished = 0
 
     # ---- requests come and go
@@ -127,6 +137,9 @@ class Scheduler:
         self._pool, self._cache = BlockPool(self._pool.num_blocks), cache
         self._entries, self._running, self._waiting = {}, [], WaitingQueue()
         self._under_way = None
+        if self._disk is not None:
+            self._disk.take_sealed()  # of the blocks that are forgotten
+            self._disk.end_reading()
         for request, num_output_tokens in requests:
             del request.output_token_ids[num_output_tokens:]
             request.block_table, request.num_computed_tokens = [], 0
@@ -267,6 +280,8 @@ class Scheduler:
     def _give_up_blocks(self, entry: Entry) -> None:
         table, full = entry.request.block_table, len(entry.chain.path)
         rows = entry.num_written - full * self._block_size
+        if self._disk is not None:
+            self._disk.leave(entry.chain)
         self._cache.release(entry.chain, table[full] if rows > 0 else None, rows)
         for block in table:
             self._pool.release(block, keep=self._cache.holds(block))
@@ -290,6 +305,8 @@ class Scheduler:
             self._waiting.settle(entry, chain.digests[index])
         if chain.broken:
             self._waiting.drop_claims(entry)
+        if self._disk is not None and chain.num_saved < len(chain.path):
+            self._disk.note(chain, self._cache.root_digest(chain))
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
         request = entry.request
@@ -347,7 +364,7 @@ class Scheduler:
 
     def _may_admit(self, step: StepDraft, committed: int) -> bool:
         """Cheap reasons not to look at the queue."""
-        if not self._has_place(step):
+        if not self._has_place(step) or step.loads:
             return False
         head = self._waiting.head(1)
         if not head:
@@ -412,14 +429,24 @@ class Scheduler:
         request = entry.request
         self._waiting.remove(entry)
         first = request.num_cached_tokens is None
+        loads = self._on_disk(entry, match)
+        if loads:
+            match = Match(match.nodes)  # a block is more than the rows of a tail
         if first:
-            self._note_hit(entry, match)
+            self._note_hit(entry, match, len(loads))
         table = [node.block for node in match.nodes]
         for block in table:
             self._pool.share(block)
         self._cache.commit(entry.chain, match, hit=first)
-        computed = entry.num_written = len(table) * self._block_size
+        entry.num_written = len(table) * self._block_size
         request.block_table = table
+        for rows in loads:
+            own = self._take_block()
+            assert own is not None, "admission made sure of room"
+            step.copies.append(BlockLoad(own, rows))
+            step.loads = True
+            table.append(own)
+        computed = len(table) * self._block_size
         if match.tail is not None:
             source = match.tail.block
             own = self._take_block()
@@ -437,16 +464,27 @@ class Scheduler:
             self._waiting.claim(entry, self._cache.digests(entry.chain)[len(match.nodes) :])
         self._schedule_share(entry, step)
 
-    def _note_hit(self, entry: Entry, match: Match) -> None:
+    def _on_disk(self, entry: Entry, match: Match) -> list[memoryview]:
+        """Rows of the blocks that follow the match on disk, less than the whole of the request's tokens."""
+        chain, request = entry.chain, entry.request
+        if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
+            return []
+        reusable = self._cache.digests(chain)[: (request.num_tokens - 1) // self._block_size]
+        return self._disk.fetch(self._cache.root_digest(chain), reusable, chain.packed, len(match.nodes))
+
+    def _note_hit(self, entry: Entry, match: Match, num_loads: int) -> None:
         request = entry.request
-        request.num_cached_tokens = len(match.nodes) * self._block_size + match.tail_rows
+        request.num_disk_tokens = num_loads * self._block_size
+        in_memory = len(match.nodes) * self._block_size + match.tail_rows
+        request.num_cached_tokens = in_memory + request.num_disk_tokens
         if self._cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
-        request.cache_miss_reason = self._cache.explain(entry.chain, match)
+        request.cache_miss_reason = self._cache.explain(entry.chain, match, request.num_disk_tokens)
         if self._cache.enabled:
             self._prefix_queries += len(request.prompt_token_ids)
             self._prefix_hits += request.num_cached_tokens
+            self._disk_hits += request.num_disk_tokens
 
     # ---- looking in from outside
 
@@ -462,6 +500,7 @@ class Scheduler:
             used_blocks=self._pool.num_used,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            disk_hits=self._disk_hits,
             preemptions=self._preemptions,
             evictions=self._cache.num_evictions,
             scheduled_tokens=self._scheduled_tokens,
@@ -474,12 +513,15 @@ class Scheduler:
         return CacheView.of(self._block_size, self._pool.refs, self._cache.parents(), requests)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block. What runs goes on with its own blocks, uncached from here."""
+        """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""
+        if self._disk is not None:
+            self._disk.clear()
         for block in self._cache.clear():
             if self._pool.refs[block] == 0:
                 self._pool.reclaim(block)
         for entry in self._running:
             entry.chain.path = []
+            entry.chain.num_saved = 0
             entry.chain.broken = True
             self._waiting.drop_claims(entry)
 

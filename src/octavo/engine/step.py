@@ -18,6 +18,14 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Fill block ``dst`` with ``rows``, which an earlier process left on disk."""
+
+    dst: int
+    rows: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed."""
 
@@ -39,12 +47,12 @@ class ScheduledRequest:
 class SchedulerOutput:
     """What one step computes. ``copies`` run first, in this order, before anything is written.
 
-    A source may be the destination of a later copy, or a block that the step writes: the order
-    makes that safe, so copies must not be merged or reordered.
+    A source may be the destination of a later copy or load, or a block that the step writes: the order
+    makes that safe, so they must not be merged or reordered.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
-    copies: tuple[BlockCopy, ...] = ()
+    copies: tuple[BlockCopy | BlockLoad, ...] = ()
     preempted: tuple[Request, ...] = ()
 
 
@@ -54,7 +62,8 @@ class SchedulerStats:
 
     ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
     in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
-    prompt tokens, counted once a request at its first admission.
+    prompt tokens, counted once a request at its first admission; ``disk_hits`` are those hits that came
+    from disk.
     """
 
     num_running: int
@@ -65,6 +74,7 @@ class SchedulerStats:
     used_blocks: int
     prefix_queries: int
     prefix_hits: int
+    disk_hits: int
     preemptions: int
     evictions: int
     scheduled_tokens: int
@@ -115,5 +125,6 @@ class StepDraft:
 
     budget: int
     scheduled: dict[int, ScheduledRequest] = field(default_factory=dict)
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: list[BlockCopy | BlockLoad] = field(default_factory=list)
+    loads: bool = False
     preempted: dict[int, Request] = field(default_factory=dict)

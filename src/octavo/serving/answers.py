@@ -38,14 +38,20 @@ class _Sent:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of a call, each prompt once whatever its n, and what top-k attention read and left out."""
+    """Tokens of a call, each prompt once whatever its n, and what top-k attention read and left out.
+
+    ``disk_cached_tokens`` are those of ``cached_tokens`` that came from disk.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
     used: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+            "disk_cached_tokens": sum(output.num_disk_tokens for output in outputs),
+        },
     }
     reports = [output.attn_topk for output in outputs if output.attn_topk is not None]
     if reports:

@@ -83,6 +83,9 @@ class RequestLog:
             ),
             **_times(outputs),
         }
+        from_disk = sum(output.num_disk_tokens for output in outputs)
+        if from_disk:
+            fields["disk_cached_tokens"] = from_disk
         preemptions = sum(output.metrics.num_preemptions for output in outputs if output.metrics)
         if preemptions:
             fields["preemptions"] = preemptions

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from octavo.cache.disk_cache import DiskStats
 from octavo.engine.metrics import EngineMetrics, Histogram
 from octavo.engine.step import SchedulerStats
 
@@ -28,6 +29,7 @@ class Snapshot:
     scheduler: SchedulerStats
     num_open: int
     draining: bool
+    disk: DiskStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,22 @@ class _EngineCollector(_Families, Collector):
         for name, (text, value) in counters.items():
             yield self._counter(f"octavo:{name}", text, value)
         yield self._histogram("octavo:step_seconds", "Seconds an engine step.", engine.step_time)
+        if self._snapshot.disk is not None:
+            yield from self._disk(self._snapshot.disk, engine.disk_hits)
+
+    def _disk(self, disk: DiskStats, hits: int) -> Iterator[Metric]:
+        yield self._gauge("octavo:disk_blocks", "KV blocks in the store on disk.", disk.blocks)
+        yield self._gauge("octavo:disk_file_bytes", "Bytes of the store's file.", disk.file_bytes)
+        counters = {
+            "disk_hits": ("Prompt tokens found on disk; prefix_cache_hits counts them too.", hits),
+            "disk_blocks_loaded": ("Blocks read from disk.", disk.loaded),
+            "disk_blocks_saved": ("Blocks written to disk.", disk.saved),
+            "disk_blocks_unsaved": ("Blocks that found no room in the queue or on disk.", disk.unsaved),
+            "disk_blocks_damaged": ("Records on disk that were not what they say.", disk.damaged),
+            "disk_blocks_evicted": ("Blocks given up on disk.", disk.evicted),
+        }
+        for name, (text, value) in counters.items():
+            yield self._counter(f"octavo:{name}", text, value)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         engine, stats = self._snapshot.engine, self._snapshot.scheduler

@@ -86,7 +86,11 @@ class OpenAI(Service):
 
         def snapshot(it: Engine) -> metrics.Snapshot:
             return metrics.Snapshot(
-                copy.deepcopy(it.metrics), it.scheduler_stats, engine.num_open, engine.draining
+                copy.deepcopy(it.metrics),
+                it.scheduler_stats,
+                engine.num_open,
+                engine.draining,
+                it.disk_stats,
             )
 
         return metrics.render(await engine.call(snapshot), self.models[0])

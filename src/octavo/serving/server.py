@@ -167,4 +167,6 @@ def run(engine: Engine | EncoderEngine, options: ServerOptions, listener: socket
     sys.setswitchinterval(SWITCH_INTERVAL)
     server = Server(engine, options)
     asyncio.run(server.run_on(listener))
+    if isinstance(engine, Engine):
+        engine.close()
     return 1 if server.force_exit else 0

@@ -1,0 +1,310 @@
+"""The prefix cache's second tier: sealed blocks on disk, saved by a thread of its own. Free of torch.
+
+Two sides meet at a bounded queue. The engine's thread *notes* the blocks that a step sealed, hands in
+copies of their rows, and reads what an earlier process left. The writer's thread commits what is queued, one
+transaction a batch. Nothing here ever waits for the disk to take a block: one that finds no room in the
+queue is noted again after the next step, and not saved when its request ends before there is room.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import lmdb
+
+from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
+from octavo.cache.prefix_cache import TOKEN_BYTES, Chain
+
+log = logging.getLogger("octavo")
+
+#: Rows that may wait in memory for the disk.
+QUEUE_BYTES = 128 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlock:
+    """A block whose rows are to be saved, as long as ``block`` holds them."""
+
+    digest: bytes
+    parent: bytes
+    tokens: bytes
+    num_tokens: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats:
+    """Where the store stands: ``blocks`` in it and the bytes of its file; the rest only rises.
+
+    ``unsaved`` are blocks of requests that ended before the queue had room, and blocks that the disk did not
+    take or that had no room in the store;
+    ``damaged`` are records that were not what they say, and were computed again.
+    """
+
+    blocks: int
+    file_bytes: int
+    loaded: int
+    saved: int
+    unsaved: int
+    damaged: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class _Touch:
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Forget:
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Clear:
+    pass
+
+
+_Item = _Put | _Touch | _Forget | _Clear
+
+
+class DiskCache:
+    """What the scheduler and the engine know of the store.
+
+    ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin``, 8 bytes, names the
+    engine's fingerprint in listings. All but the writer's loop is for the engine's thread.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        *,
+        block_size: int,
+        row_bytes: int,
+        origin: bytes = bytes(8),
+        queue_bytes: int = QUEUE_BYTES,
+    ) -> None:
+        self._store = store
+        self._token_bytes = block_size * TOKEN_BYTES
+        self._block_size = block_size
+        self._row_bytes = row_bytes
+        self._origin = origin
+        self._max_queued = max(1, queue_bytes // row_bytes)
+        self._sealed: list[SealedBlock] = []
+        self._snapshot: lmdb.Transaction[memoryview] | None = None
+        self._loaded = self._damaged = self._left = 0
+        self._saved = self._refused = 0  # the writer's
+
+        self._wake = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        #: Digests that wait for their transaction: to be saved, and to be struck out.
+        self._pending: set[bytes] = set()
+        self._forgotten: set[bytes] = set()
+        self._busy = self._stopping = self._failing = False
+        if store.unreadable:
+            log.warning("%s: %d entries of the index are unreadable", store.folder, len(store.unreadable))
+        self._thread = threading.Thread(target=self._run, name="octavo-disk", daemon=True)
+        self._thread.start()
+        # A script that just ends has its last blocks saved all the same.
+        atexit.register(self.close)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a block is saved or is about to be."""
+        if digest in self._pending:
+            return True
+        return digest in self._store.index.entries and digest not in self._forgotten
+
+    # ---- reading
+
+    def fetch(
+        self, root: bytes, digests: Sequence[bytes], packed: bytes | bytearray, first: int
+    ) -> list[memoryview]:
+        """Rows of the chain's blocks from number ``first`` on, as far as they are saved, verified.
+
+        ``digests`` are those of all blocks of the chain that may be reused, ``root`` that of its beginning
+        and ``packed`` its tokens. The views live until :meth:`end_reading`.
+        """
+        found: list[memoryview] = []
+        for index in range(first, len(digests)):
+            digest = digests[index]
+            if digest not in self._store.index.entries or digest in self._forgotten:
+                break
+            parent = digests[index - 1] if index else root
+            tokens = bytes(packed[index * self._token_bytes : (index + 1) * self._token_bytes])
+            rows = self._read(digest, parent, tokens)
+            if rows is None:
+                break
+            found.append(rows)
+        self._loaded += len(found)
+        return found
+
+    def _read(self, digest: bytes, parent: bytes, tokens: bytes) -> memoryview | None:
+        if self._snapshot is None:
+            self._snapshot = self._store.snapshot()
+        try:
+            record = self._store.read(self._snapshot, digest)
+            if record is None:  # committed after the snapshot was taken, or given up before it
+                return None
+            if record[:2] != (parent, tokens):
+                raise DamagedRecordError("it holds other tokens")
+            if len(record[2]) != self._row_bytes:
+                raise DamagedRecordError(f"it holds {len(record[2])} bytes of rows, not {self._row_bytes}")
+        except (DamagedRecordError, lmdb.Error) as error:
+            self._damaged += 1
+            log.warning(
+                "%s: block %s is damaged: %s; it is computed again",
+                self._store.folder,
+                digest.hex()[:16],
+                error,
+            )
+            self._forgotten.add(digest)
+            self._queue_up(_Forget(digest))
+            return None
+        return record[2]
+
+    def end_reading(self) -> None:
+        """The rows that were fetched have been copied, or are not wanted any more."""
+        if self._snapshot is not None:
+            self._snapshot.abort()
+            self._snapshot = None
+
+    # ---- saving
+
+    def note(self, chain: Chain, root: bytes) -> None:
+        """Note the blocks that stand for a chain and are not saved yet, in order, as far as there is room."""
+        used = None
+        for index in range(chain.num_saved, len(chain.path)):
+            digest = chain.digests[index]
+            if self.holds(digest):
+                used = digest
+            elif len(self._pending) + len(self._sealed) < self._max_queued:
+                node = chain.path[index]
+                parent = chain.digests[index - 1] if index else root
+                end = (index + 1) * self._block_size
+                self._sealed.append(SealedBlock(digest, parent, node.tokens, end, node.block))
+            else:
+                break
+            chain.num_saved = index + 1
+        if used is not None:
+            self._queue_up(_Touch(used))
+
+    def leave(self, chain: Chain) -> None:
+        """A request gives up its chain: what found no room in the queue is not saved."""
+        self._left += len(chain.path) - chain.num_saved
+        chain.num_saved = 0
+
+    def take_sealed(self) -> list[SealedBlock]:
+        """What was noted since the last call; to be handed in before a block of them is given out again."""
+        sealed, self._sealed = self._sealed, []
+        return sealed
+
+    def put(self, sealed: SealedBlock, rows: bytes | memoryview) -> None:
+        """Queue a block for saving; ``rows`` is a copy of its own."""
+        self._pending.add(sealed.digest)
+        self._queue_up(_Put(Record(sealed.digest, sealed.parent, sealed.tokens, sealed.num_tokens, rows)))
+
+    def _queue_up(self, item: _Item) -> None:
+        with self._wake:
+            self._queue.append(item)
+            self._wake.notify_all()
+
+    # ---- the writer's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._stopping:
+                    self._wake.wait()
+                if not self._queue:
+                    return
+                batch = self._next_batch()
+                self._busy = True
+            self._commit(batch)
+            with self._wake:
+                self._busy = False
+                self._wake.notify_all()
+
+    def _next_batch(self) -> list[_Item]:
+        batch: list[_Item] = []
+        size = 0
+        while self._queue and (not batch or size < self._store.batch_bytes):
+            item = self._queue.popleft()
+            size += self._row_bytes if isinstance(item, _Put) else 0
+            batch.append(item)
+        return batch
+
+    def _commit(self, batch: Sequence[_Item]) -> None:
+        records = [item.record for item in batch if isinstance(item, _Put)]
+        touches = [item.digest for item in batch if isinstance(item, _Touch)]
+        removals = [item.digest for item in batch if isinstance(item, _Forget)]
+        try:
+            if any(
+                isinstance(item, _Clear) for item in batch
+            ):  # it comes first: what was before it is dropped
+                self._store.clear()
+            saved = self._store.commit(records, touches, removals, self._origin)
+        except (lmdb.Error, OSError) as error:
+            self._refused += len(records)
+            if not self._failing:
+                log.warning("%s does not take more blocks: %s; serving goes on", self._store.folder, error)
+            self._failing = True
+        else:
+            self._saved += saved
+            self._refused += len(records) - saved
+            self._failing = self._failing and not saved
+        finally:
+            self._pending.difference_update(record.digest for record in records)
+            self._forgotten.difference_update(removals)
+
+    # ---- looking in, and the end
+
+    def flush(self) -> None:
+        """Wait until all that was queued is committed."""
+        with self._wake:
+            while (self._queue or self._busy) and self._thread.is_alive():
+                self._wake.wait(0.1)
+
+    def clear(self) -> None:
+        """Forget everything, here and on disk, and wait until it is done."""
+        self._sealed = []
+        with self._wake:
+            self._queue.clear()
+            self._pending.clear()
+            self._queue.append(_Clear())
+            self._wake.notify_all()
+        self.flush()
+        self._forgotten.clear()
+
+    def close(self) -> None:
+        """Save what is queued and give the folder free; a no-op when that was done."""
+        with self._wake:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wake.notify_all()
+        self._thread.join()
+        self.end_reading()
+        self._store.close()
+        atexit.unregister(self.close)
+
+    @property
+    def stats(self) -> DiskStats:
+        return DiskStats(
+            blocks=len(self._store.index.entries),
+            file_bytes=self._store.file_bytes,
+            loaded=self._loaded,
+            saved=self._saved,
+            unsaved=self._left + self._refused,
+            damaged=self._damaged,
+            evicted=self._store.num_evictions,
+        )
