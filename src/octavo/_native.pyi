@@ -266,7 +266,9 @@ def topk_backward(
 ) -> None: ...
 
 class TopkPlan:
-    def __init__(self, *, batch: PagedBatch, topk: int, shape: Shape, pool: ThreadPool, isa: str) -> None: ...
+    def __init__(
+        self, *, batch: PagedBatch, policies: int, shape: Shape, pool: ThreadPool, isa: str
+    ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -285,7 +287,7 @@ class TopkPlan:
         window: int,
         out: int,
         lse: int,
-        plane: int,
+        planes: tuple[int, ...],
         report: int,
         position: int,
         dropped: int,
@@ -293,6 +295,7 @@ class TopkPlan:
 
 RECORD_KEYS: int
 REPORT_COLUMNS: int
+POLICY_COLUMNS: int
 
 def record_bytes(head_dim: int) -> int: ...
 def scan_bounds(

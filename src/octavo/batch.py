@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+#: Positions that reads are counted by.
+SPAN = 16
+
+
+@dataclass(slots=True)
+class AttnReads:
+    """Rows of a step whose reads are counted, and what each layer of attention adds.
+
+    ``rows`` ``[n]`` int64 are rows of ``token_ids`` and ``num_keys`` the keys that each sees where no window
+    hides any. ``layers``: (read, seen), each ``[n, spans of the longest]`` int64, pairs of a query head and a
+    key.
+    """
+
+    rows: torch.Tensor
+    num_keys: list[int]
+    layers: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +40,12 @@ class ForwardBatch:
         seq_lens: ``[num_seqs]`` int32, keys of each sequence *including this step's*.
         cu_seqlens_q: ``[num_seqs + 1]`` int32, where each sequence's rows start in ``token_ids``.
         logits_rows: ``[num_logits]`` int64, the rows of ``token_ids`` whose logits are wanted.
-        attn_topk: ``[num_seqs]`` int32, the keys that attention keeps, 0 for all; None where all are dense.
-        attn_report: ``[num_seqs, 6]`` float64, to which each layer of attention adds what became of the
-        rows of
-            the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None likewise.
+        attn_topk: ``[num_seqs, 5]`` int32, which keys attention keeps (columns as
+            ``octavo.kernels.topk_paged.Policy``); None where all are dense.
+        attn_report: ``[num_seqs, 8]`` float64, to which each layer of attention adds what became of the
+            rows of the sequences that are not dense (columns as ``octavo.kernels.topk_paged.Report``); None
+            likewise.
+        attn_reads: to which each layer adds the keys it read, None where nobody asks.
         rows_read: ``[num_seqs]`` int32, how many of each sequence's last rows of the result are read; None
             for all. A model may leave the others as they are before the last layer has finished.
 
@@ -56,6 +75,7 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     attn_topk: torch.Tensor | None = None
     attn_report: torch.Tensor | None = None
+    attn_reads: AttnReads | None = None
     rows_read: torch.Tensor | None = None
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.attn_rule import AUTO
 from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 
 __all__ = [
@@ -63,7 +64,7 @@ class EngineConfig:
     """All that an engine is made from.
 
     With ``attn_topk`` or ``topk_planes`` the cache holds what top-k attention needs, in every layer but
-    ``dense_layers``.
+    ``dense_layers``: for ``attn_topk_mode`` "fast" and for the tail only if the engine is started with them.
     """
 
     model: str
@@ -75,11 +76,23 @@ class EngineConfig:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None
-    attn_topk: int = 0  # of requests that do not say; 0 is dense
+    attn_topk: int | str = 0  # of requests that do not say; 0 is dense, "auto" as many as matter
+    attn_topk_mode: str = "exact"
+    attn_topk_tail: bool | None = None  # None: with "auto" only
     topk_planes: bool = False
     dense_layers: tuple[int, ...] = ()
 
     @property
     def has_planes(self) -> bool:
         """Whether a request may ask for top-k attention."""
-        return self.attn_topk > 0 or self.topk_planes
+        return self.attn_topk != 0 or self.topk_planes
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether a request may ask for the tail."""
+        return self.attn_topk == AUTO if self.attn_topk_tail is None else self.attn_topk_tail
+
+    @property
+    def has_fast(self) -> bool:
+        """Whether a request may ask for the fast mode."""
+        return self.attn_topk_mode == "fast"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Protocol
 
+from octavo.attn_rule import AUTO, DENSE, MODES, AttnRule
+
 MAX_N = 256
 MAX_STOP_STRINGS = 64
 #: Of these each costs time in every step.
@@ -80,7 +82,13 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         guide: allows only some tokens at each position, a grammar's say.
         attn_topk: keys that attention keeps a query and head, half of them the most recent, prompt and answer
-            alike; 0 is dense, None is what the engine was started with. Not sampling's ``top_k``.
+            alike; 0 is dense, "auto" as many as matter, None is what the engine was started with. Not
+            sampling's ``top_k``.
+        attn_topk_mode: "exact", or "fast": only keys of the spans that rank highest compete. None is the
+            engine's.
+        attn_topk_tail: whether keys that are not kept enter by the means of their spans; None is the
+            engine's, and where that does not say, True with "auto" only.
+        attn_explain: count which positions top-k attention reads for the first choice; changes no answer.
     """
 
     n: int = 1
@@ -103,7 +111,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     guide: Guide | None = None
-    attn_topk: int | None = None
+    attn_topk: int | str | None = None
+    attn_topk_mode: str | None = None
+    attn_topk_tail: bool | None = None
+    attn_explain: bool = False
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -121,8 +132,7 @@ class SamplingParams:
             check_int("seed", self.seed, -(2**63), 2**63 - 1)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
-        if self.attn_topk is not None:
-            check_int("attn_topk", self.attn_topk, 0, MAX_ATTN_TOPK)
+        check_attn_topk(self.attn_topk, self.attn_topk_mode, self.attn_topk_tail)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 0)
@@ -133,7 +143,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "attn_explain"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.100}")
 
@@ -162,6 +172,18 @@ def _is_real(value: Any) -> bool:
 def _check_range(name: str, value: Any, low: float, high: float) -> None:
     if not _is_real(value) or not low <= value <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r:.100}")
+
+
+def check_attn_topk(topk: Any, mode: Any, tail: Any) -> None:
+    """Refuse with a ValueError what is no budget of keys, no mode and no yes or no; None is none of them."""
+    if topk is not None and topk != AUTO and not (is_int(topk) and 0 <= topk <= MAX_ATTN_TOPK):
+        raise ValueError(
+            f'attn_topk must be a whole number, between 0 and {MAX_ATTN_TOPK}, or "auto", got {topk!r:.100}'
+        )
+    if mode is not None and mode not in MODES:
+        raise ValueError(f"attn_topk_mode must be one of {', '.join(MODES)}, got {mode!r:.100}")
+    if tail is not None and not isinstance(tail, bool):
+        raise ValueError(f"attn_topk_tail must be True or False, got {tail!r:.100}")
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -223,7 +245,7 @@ class Request:
         arrival: rises by one a request; the lower is the older.
         priority: the lower goes first; ties by arrival.
         cache_salt: requests share cached blocks only under the same salt.
-        attn_topk: the budget of its attention, resolved at admission; 0 is dense.
+        attn_rule: which keys its attention keeps, resolved at admission.
         attn_policy: all that decides which keys its attention keeps, in words ("" is dense); requests share
             cached blocks only under the same policy.
     """
@@ -239,7 +261,7 @@ class Request:
     arrival: int = 0
     priority: int = 0
     cache_salt: str = ""
-    attn_topk: int = 0
+    attn_rule: AttnRule = DENSE
     attn_policy: str = ""
 
     status: Status = Status.WAITING
@@ -255,6 +277,11 @@ class Request:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def attn_topk(self) -> int:
+        """Keys that its attention keeps at most; 0 is dense."""
+        return self.attn_rule.topk
 
     @property
     def num_tokens(self) -> int:
@@ -304,30 +331,46 @@ class AttnTopkReport:
 
     A row is a query, a head and a layer that is not dense. ``visible_keys`` and ``kept_keys`` are sums over
     ``rows``. The dropped mass of a row is the share of its softmax that fell on the keys it did not keep, 0
-    to 1; these are upper bounds that are proven, not estimates.
+    to 1; these are upper bounds that are proven, not estimates. ``bytes_read`` of K, V and what stands for
+    them were read in steps of at most 4 tokens of the request, as decode takes, and ``dense_bytes`` is what
+    dense attention would have read of K and V in these.
     """
 
-    attn_topk: int
+    attn_topk: int | str
     rows: int = 0
     visible_keys: int = 0
     kept_keys: int = 0
     mean_dropped_mass: float = 0.0
     worst_dropped_mass: float = 0.0
+    bytes_read: int = 0
+    dense_bytes: int = 0
 
-    def plus(
-        self, rows: int, visible: int, kept: int, dropped_sum: float, dropped_max: float
-    ) -> AttnTopkReport:
-        """This report and that of so many more rows."""
-        total = self.rows + rows
-        dropped = self.mean_dropped_mass * self.rows + dropped_sum
+    def __add__(self, other: AttnTopkReport) -> AttnTopkReport:
+        """Both together, under this one's ``attn_topk``."""
+        rows = self.rows + other.rows
+        dropped = self.mean_dropped_mass * self.rows + other.mean_dropped_mass * other.rows
         return AttnTopkReport(
             attn_topk=self.attn_topk,
-            rows=total,
-            visible_keys=self.visible_keys + visible,
-            kept_keys=self.kept_keys + kept,
-            mean_dropped_mass=dropped / total if total else 0.0,
-            worst_dropped_mass=max(self.worst_dropped_mass, dropped_max),
+            rows=rows,
+            visible_keys=self.visible_keys + other.visible_keys,
+            kept_keys=self.kept_keys + other.kept_keys,
+            mean_dropped_mass=dropped / rows if rows else 0.0,
+            worst_dropped_mass=max(self.worst_dropped_mass, other.worst_dropped_mass),
+            bytes_read=self.bytes_read + other.bytes_read,
+            dense_bytes=self.dense_bytes + other.dense_bytes,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttnReadReport:
+    """Where in its context an answer's attention read, over the tokens from which it was sampled.
+
+    ``share[layer][i]`` is the share that was read of what its tokens and query heads saw of the positions
+    ``i * span`` to ``i * span + span - 1``: 0 for a span that nobody read, 1 in a layer that is dense.
+    """
+
+    span: int
+    share: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +394,8 @@ class RequestOutput:
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
     unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
-    is there when the request's attention was not dense.
+    is there when the request's attention was not dense, and ``attn_reads``, of the first choice, when it also
+    asked for it by ``attn_explain``.
     """
 
     request_id: str
@@ -367,3 +411,4 @@ class RequestOutput:
     error: str | None = None
     metrics: RequestMetrics | None = None
     attn_topk: AttnTopkReport | None = None
+    attn_reads: AttnReadReport | None = None

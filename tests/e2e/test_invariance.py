@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ class Run:
         budget: int,
         num_blocks: int = 1100,
         caching: bool = True,
-        attn_topk: int = 0,
+        **attn: Any,
     ) -> None:
         config = EngineConfig(
             model="smollm2",
@@ -100,7 +101,7 @@ class Run:
             scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=budget),
             attention=loaded.options.attention,
             num_threads=loaded.options.num_threads,
-            attn_topk=attn_topk,
+            **attn,
         )
         self.engine: Engine = assemble(config, loaded)
         #: Of each step: prompt -> (start, number of tokens).
@@ -113,10 +114,8 @@ class Run:
 
         self.engine._runner.run = spy  # type: ignore[method-assign]
 
-    def add(self, prompt: list[int], new_tokens: int, priority: int = 0, attn_topk: int | None = None) -> str:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2, attn_topk=attn_topk
-        )
+    def add(self, prompt: list[int], new_tokens: int, priority: int = 0, **attn: Any) -> str:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2, **attn)
         return str(self.engine.add_request(prompt, params, priority=priority))
 
     def go(self, num_steps: int | None = None) -> dict[str, RequestOutput]:
@@ -182,16 +181,16 @@ def assert_close(expected: RequestOutput, got: RequestOutput) -> int:
 class Baseline:
     """Each prompt alone, in one chunk, nothing cached; computed once and kept. ``check`` is the law."""
 
-    def __init__(self, path: Path, attention: str = "fused", attn_topk: int = 0) -> None:
+    def __init__(self, path: Path, attention: str = "fused", **attn: Any) -> None:
         self.path = path
         self.loaded = open_model(path, attention)
         self.exact = attention == "fused"
-        self.attn_topk = attn_topk
+        self.attn = attn
         self._run = self.run(budget=UNLIMITED, caching=False)
         self._known: dict[tuple[int, int], RequestOutput] = {}
 
     def run(self, **options: int) -> Run:
-        return Run(self.loaded, attn_topk=self.attn_topk, **options)  # type: ignore[arg-type]
+        return Run(self.loaded, **self.attn, **options)  # type: ignore[arg-type]
 
     def __call__(self, lengths: Sequence[int], new_tokens: int) -> list[RequestOutput]:
         for length in lengths:
@@ -297,7 +296,7 @@ def check_threads(matrix: Matrix, baseline: Baseline) -> None:
     for num_threads in (1, 3):
         loaded = open_model(baseline.path, baseline.loaded.options.attention, num_threads)
         assert loaded.pool.num_threads == num_threads != baseline.loaded.pool.num_threads
-        run = Run(loaded, budget=UNLIMITED, caching=False, attn_topk=baseline.attn_topk)
+        run = Run(loaded, budget=UNLIMITED, caching=False, **baseline.attn)
         outputs = run.alone(prompts, matrix.new_tokens)
         baseline.check(expected, outputs, len(prompts) * matrix.new_tokens)
 
@@ -329,6 +328,39 @@ def topk_baseline(smollm2_path: Path) -> Baseline:
     return Baseline(smollm2_path, attn_topk=64)
 
 
+#: With fewer than 300 keys the fast mode looks at all of them under a budget of 64, and at few under one of
+#: 8.
+POLICIES = {
+    "tail": {"attn_topk": 64, "attn_topk_tail": True},
+    "fast": {"attn_topk": 64, "attn_topk_mode": "fast"},
+    "fast with tail": {"attn_topk": 8, "attn_topk_mode": "fast", "attn_topk_tail": True},
+    "auto": {"attn_topk": "auto"},
+}
+SHORT = Matrix((33, 300), 4, {})
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def policy_baseline(request: pytest.FixtureRequest, smollm2_path: Path) -> Baseline:
+    return Baseline(smollm2_path, **POLICIES[request.param])
+
+
+@pytest.mark.parametrize("case", ["warm", "chunks of 64"])
+@pytest.mark.parametrize("policy_baseline", ["fast with tail", "auto"], indirect=True)
+def test_the_same_answer_under_other_policies(case: str, policy_baseline: Baseline) -> None:
+    CASES[case](SHORT, policy_baseline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_answer_under_every_policy_full_matrix(case: str, policy_baseline: Baseline) -> None:
+    CASES[case](FULL, policy_baseline)
+
+
+@pytest.mark.slow
+def test_a_prefix_hit_at_every_offset_under_every_policy(policy_baseline: Baseline) -> None:
+    check_offsets(policy_baseline, 700)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_answer_under_a_budget_of_keys(case: str, topk_baseline: Baseline) -> None:
     CASES[case](LIGHT, topk_baseline)
@@ -340,17 +372,52 @@ def test_the_same_answer_under_a_budget_of_keys_full_matrix(case: str, topk_base
     CASES[case](FULL, topk_baseline)
 
 
-def test_a_prefix_hit_at_every_offset_within_a_block(topk_baseline: Baseline) -> None:
-    new, length = 4, 160
-    (expected,) = topk_baseline((length,), new)
-    prompt = prompt_of(topk_baseline.loaded, length)
-    for cut in range(128, 128 + BS + 1):
-        run = topk_baseline.run(budget=UNLIMITED)
+def check_offsets(baseline: Baseline, length: int) -> None:
+    """A hit at every offset within a block, about 30 tokens before the end."""
+    new, first = 4, length // BS * BS - 2 * BS
+    (expected,) = baseline((length,), new)
+    prompt = prompt_of(baseline.loaded, length)
+    for cut in range(first, first + BS + 1):
+        run = baseline.run(budget=UNLIMITED)
         # A cousin that leaves the prompt after `cut` tokens.
         run.answer([[*prompt[:cut], prompt[cut] + 1]], 1)
         (got,) = run.answer([prompt], new)
         assert got.num_cached_tokens == cut
-        topk_baseline.check([expected], [got], new)
+        baseline.check([expected], [got], new)
+
+
+def test_a_prefix_hit_at_every_offset_within_a_block(topk_baseline: Baseline) -> None:
+    check_offsets(topk_baseline, 160)
+
+
+def test_policies_that_differ_run_in_one_step_and_share_nothing(smollm2_path: Path) -> None:
+    """All of them beside dense, in one engine that has every plane; each gives what it gives alone."""
+    everything = Baseline(smollm2_path, attn_topk=8, attn_topk_mode="fast", attn_topk_tail=True)
+    prompt, new = prompt_of(everything.loaded, 120), 3
+    asked: list[dict[str, Any]] = [
+        {"attn_topk": 0},
+        {},
+        {"attn_topk_tail": False},
+        {"attn_topk_mode": "exact"},
+        {"attn_topk": "auto", "attn_topk_mode": "exact"},
+    ]
+    alone = []
+    for ask in asked:
+        run = everything.run(budget=UNLIMITED, caching=False)
+        wanted = run.add(prompt, new, **ask)
+        alone.append(run.go()[wanted])
+    run = everything.run(budget=UNLIMITED)
+    names = [run.add(prompt, new, **ask) for ask in asked]
+    last = run.go()
+    assert len(run.steps) == new, "all of them in each step"
+    for expected, name in zip(alone, names, strict=True):
+        everything.check([expected], [last[name]], new)
+        assert last[name].num_cached_tokens == 0
+    answers = [str(output.outputs[0].logprobs) for output in alone]
+    assert len(set(answers)) == len(asked), "no two policies say the same"
+    other = run.add(prompt, new, attn_topk_mode="exact", attn_topk_tail=False)
+    reason = run.go()[other].cache_miss_reason or ""
+    assert "attn_topk=8" in reason
 
 
 def test_budgets_that_differ_run_in_one_step_and_share_nothing(topk_baseline: Baseline) -> None:

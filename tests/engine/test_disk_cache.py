@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_engine import greedy, prompt, tokens
 
 from octavo.cache.disk_store import DiskStore
-from octavo.cache.kv_cache import KVCache
+from octavo.cache.kv_cache import KVCache, PlaneSet
 
 
 @pytest.fixture
@@ -64,19 +64,22 @@ def test_rows_and_planes_come_back_as_they_were_stored():
             block_size=32,
             head_dim=16,
             kv_dtype=dtype,
-            plane_layers=(0, 2),
+            planes=PlaneSet((0, 2), tail=True, fast=True),
         )
+        assert cache.planes is not None
+        scan, mean_value, bounds = cache.planes
+        assert mean_value is not None
+        assert bounds is not None
+        parts = (cache.key, cache.value, scan, mean_value, bounds)
         generator = torch.Generator().manual_seed(1)
-        for part in (cache.key, cache.value, cache.planes):
+        for part in parts:
             bits = torch.randint(0, 256, (part.nbytes,), generator=generator, dtype=torch.uint8)
             part.view(torch.uint8).view(-1).copy_(bits)
         rows = cache.read_block(1)
         assert len(rows) == cache.block_bytes
-        others = [
-            part[:, [0, 2]].clone().view(torch.uint8) for part in (cache.key, cache.value, cache.planes)
-        ]
+        others = [part[:, [0, 2]].clone().view(torch.uint8) for part in parts]
         cache.write_block(3, memoryview(bytes(rows)))
-        for part, other in zip((cache.key, cache.value, cache.planes), others, strict=True):
+        for part, other in zip(parts, others, strict=True):
             assert torch.equal(
                 part[:, 3].contiguous().view(torch.uint8), part[:, 1].contiguous().view(torch.uint8)
             )

@@ -77,7 +77,7 @@ class Grid:
             num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, block_size=16, kv_dtype=dtype, device="cpu"
         )
         key, value = (x.view(blocks, 16, KV_HEADS, DIM).transpose(1, 2).contiguous() for x in (self.k, v))
-        self.kv = api.KVLayer(key, value, DIM**-0.5, plane=topk_paged.empty_plane(blocks, self.spec))
+        self.kv = api.KVLayer(key, value, DIM**-0.5, planes=topk_paged.empty_planes(blocks, self.spec))
         self._seal(num_keys)
         queries = torch.randint(1, 5, (num_seqs,), generator=g)
         ends = torch.randint(4, num_keys + 1, (num_seqs,), generator=g)
@@ -93,15 +93,15 @@ class Grid:
         table = torch.arange(num_keys // 16, dtype=torch.int32)[None]
         ints = torch.tensor([num_keys], dtype=torch.int32), torch.tensor([0, num_keys], dtype=torch.int32)
         rows = torch.zeros(num_keys, HEADS, DIM)
-        budget = torch.tensor([num_keys], dtype=torch.int32)
+        budget = topk_paged.policies([topk_paged.Policy.of(num_keys)])
         plan = topk_paged.plan(api.AttentionMeta(table, *ints), budget, self.spec, paged.pool(1))
         topk_paged.attend(rows, self.kv, plan, rows.clone())
 
     def run(self, topk: int, *, plane: bool = True) -> tuple[torch.Tensor, topk_paged.Details, torch.Tensor]:
-        budgets = torch.full((len(self.meta.seq_lens),), topk, dtype=torch.int32)
+        budgets = topk_paged.policies([topk_paged.Policy.of(topk)] * len(self.meta.seq_lens))
         plan = topk_paged.plan(self.meta, budgets, self.spec, paged.pool(1))
         out, report = torch.zeros_like(self.q), torch.zeros(len(budgets), 6, dtype=torch.float64)
-        kv = self.kv if plane else self.kv._replace(plane=None)
+        kv = self.kv if plane else self.kv._replace(planes=None)
         details = topk_paged.attend(self.q, kv, plan, out, report, details=True)
         assert details is not None
         return out, details, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -115,6 +116,45 @@ def test_an_error_is_shown_in_words(page):
     )
     send(page, "hello")
     sync_api.expect(answer(page)).to_contain_text("no such luck")
+
+
+def test_what_the_last_answer_read_is_drawn(page):
+    """A layer that reads the first span alone, under one that reads all of four: two rows of the canvas."""
+    usage = {
+        "prompt_tokens": 60,
+        "completion_tokens": 1,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "attn_reads": [{"span": 16, "share": [[1, 0, 0, 0], [1, 1, 1, 1]]}],
+        "attn_topk": {"kept_keys": 25, "visible_keys": 100, "mean_dropped_mass": 0.125},
+    }
+    said = {"object": "x", "choices": [{"delta": {"content": "a whale"}}]}
+    chunks = [said, {"object": "x", "choices": [], "usage": usage}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    asked = []
+
+    def play(route):
+        asked.append(route.request.post_data_json)
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", play)
+    assert page.locator("#reads-figure").is_hidden()
+    send(page, "hello")
+    sync_api.expect(page.locator("#reads-text")).to_contain_text("25.0% of the keys")
+    assert "0 of 4 spans of 16 by nobody" in page.inner_text("#reads-text")
+    assert asked[0]["attn_explain"] is True
+    painted = page.evaluate(
+        """() => {
+            const canvas = document.querySelector('#reads');
+            const pen = canvas.getContext('2d');
+            const at = (x, y) => pen.getImageData(x * canvas.width, y * canvas.height, 1, 1).data[3];
+            return [at(0.1, 0.2), at(0.9, 0.2), at(0.1, 0.7), at(0.9, 0.7)];
+        }"""
+    )
+    assert painted == [255, 255, 255, 0]
+    page.keyboard.press("Alt+n")
+    assert page.locator("#reads-figure").is_hidden()
+    page.keyboard.press("Alt+1")
+    assert page.locator("#reads-figure").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

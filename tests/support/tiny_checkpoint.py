@@ -15,14 +15,14 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(path: Path) -> None:
+def write_tiny_model(path: Path, num_layers: int = 1) -> None:
     """Weights, tokenizer and chat template in the folder ``path``, which is made."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=272,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.batch import ForwardBatch
+from octavo.attention import reads
+from octavo.batch import AttnReads, ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.kernels import api, fused, topk_paged
 from octavo.kernels.native import ThreadPool
@@ -25,6 +26,7 @@ class TopkStep:
     topk: topk_paged.Plan
     rest: fused.Plan | None
     report: torch.Tensor | None
+    reads: AttnReads | None = None
     whole: fused.Plan | None = None
 
 
@@ -73,7 +75,7 @@ class AttentionBackend:
         left_out = topk_paged.dense_now(meta, batch.attn_topk)
         some = not bool(left_out.all())
         rest = fused.plan(meta, self.spec, self.pool, left_out=left_out) if some else None
-        return TopkStep(meta, topk, rest, batch.attn_report)
+        return TopkStep(meta, topk, rest, batch.attn_report, batch.attn_reads)
 
     def write(
         self, kv_cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
@@ -89,12 +91,17 @@ class AttentionBackend:
         if not isinstance(plan, TopkStep):
             out, _ = self._kernel.attend(q, layer, plan)
             return out
-        if layer.plane is None:
+        if layer.planes is None:
             if plan.whole is None:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
+            if plan.reads is not None:
+                reads.note(plan.reads, q.shape[1], layer.window, None)
             return fused.attend(q, layer, plan.whole)[0]
         out = torch.empty(q.shape)
         if plan.rest is not None:
             fused.attend(q, layer, plan.rest, out)
-        topk_paged.attend(q, layer, plan.topk, out, plan.report)
+        watched = plan.reads is not None
+        details = topk_paged.attend(q, layer, plan.topk, out, plan.report, details=watched)
+        if plan.reads is not None and details is not None:
+            reads.note(plan.reads, q.shape[1], layer.window, details.position)
         return out

@@ -1,4 +1,4 @@
-"""``octavo bench topk``: what exact top-k attention costs in decode, beside dense ``fused`` attention.
+"""``octavo bench topk``: what top-k attention costs in decode, beside dense ``fused`` attention.
 
 Shape of SmolLM2-135M: 9 query heads, 3 KV heads of 64. The variants take turns within a round, so that their
 ratios hold even when the machine's speed drifts, and walk over several layers' caches, as a model does.
@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from octavo.attn_rule import AttnRule
 from octavo.bench.attention import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -28,7 +31,7 @@ from octavo.bench.attention import (
     time_interleaved,
 )
 from octavo.bench.machine import machine, versions
-from octavo.cache.kv_cache import DTYPES, KVCache
+from octavo.cache.kv_cache import DTYPES, KVCache, PlaneSet
 from octavo.kernels import api, fused, topk_paged
 from octavo.kernels.native import ThreadPool
 
@@ -55,6 +58,18 @@ class Case:
         return 2 * self.batch * self.keys * NUM_KV_HEADS * HEAD_DIM * element
 
 
+def policies(topk: int) -> dict[str, topk_paged.Policy]:
+    """What is measured beside dense attention."""
+    of = topk_paged.Policy.of
+    return {
+        "exact": of(topk),
+        "exact_tail": of(topk, tail=True),
+        "fast": of(topk, fast=True),
+        "fast_tail": of(topk, fast=True, tail=True),
+        "auto": topk_paged.Policy(*AttnRule.of("auto", "exact", True)),
+    }
+
+
 class Step:
     """A case's tensors and plans."""
 
@@ -69,7 +84,7 @@ class Step:
             block_size=BLOCK_SIZE,
             head_dim=HEAD_DIM,
             kv_dtype=case.kv_dtype,
-            plane_layers=range(self.num_layers),
+            planes=PlaneSet(range(self.num_layers), tail=True, fast=True),
         )
         self.spec = api.AttentionSpec(
             num_heads=NUM_HEADS,
@@ -93,33 +108,35 @@ class Step:
         self._seal(case, pool)
         # The last span is open, as in 15 steps of 16.
         self.meta = self.meta._replace(seq_lens=seq_lens - OPEN)
-        budgets = torch.full((case.batch,), topk, dtype=torch.int32)
         self.dense = fused.plan(self.meta, self.spec, pool)
-        self.exact = topk_paged.plan(self.meta, budgets, self.spec, pool)
-        # Of a step that completes a span: what it adds is not in `exact`.
-        budget = torch.full((case.batch,), case.keys, dtype=torch.int32)
+        self.ways = {
+            name: topk_paged.plan(self.meta, topk_paged.policies([policy] * case.batch), self.spec, pool)
+            for name, policy in policies(topk).items()
+        }
+        # Of a step that completes a span: what it adds is not in `ways`.
+        budget = topk_paged.policies([topk_paged.Policy.of(case.keys)] * case.batch)
         self.seal = topk_paged.plan(self.meta._replace(seq_lens=seq_lens), budget, self.spec, pool)
         self.report = torch.zeros(case.batch, len(topk_paged.Report._fields), dtype=torch.float64)
 
     def _seal(self, case: Case, pool: ThreadPool) -> None:
         """Write the planes, as prefill would: a step that computes every key and leaves no row to top-k."""
         starts = torch.arange(case.batch + 1, dtype=torch.int32) * case.keys
-        budgets = torch.full((case.batch,), case.keys, dtype=torch.int32)
+        budgets = topk_paged.policies([topk_paged.Policy.of(case.keys)] * case.batch)
         plan = topk_paged.plan(self.meta._replace(cu_seqlens_q=starts), budgets, self.spec, pool)
         rows = torch.empty(NUM_HEADS, HEAD_DIM).expand(case.batch * case.keys, -1, -1)
         for layer in range(self.num_layers):
             topk_paged.attend(rows, self.kv(layer), plan, rows)
 
     def kv(self, layer: int) -> api.KVLayer:
-        return api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5, plane=self.cache.plane(layer))
+        return api.KVLayer(*self.cache.layer(layer), HEAD_DIM**-0.5, planes=self.cache.layer_planes(layer))
 
     def run_dense(self) -> None:
         for layer in range(self.num_layers):
             fused.attend(self.q, self.kv(layer), self.dense, self.out)
 
-    def run_exact(self) -> None:
+    def run_way(self, name: str) -> None:
         for layer in range(self.num_layers):
-            topk_paged.attend(self.q, self.kv(layer), self.exact, self.out, self.report)
+            topk_paged.attend(self.q, self.kv(layer), self.ways[name], self.out, self.report)
 
     def run_seal(self) -> None:
         for layer in range(self.num_layers):
@@ -127,28 +144,33 @@ class Step:
 
 
 def measure(case: Case, topk: int, pool: ThreadPool, rounds: int) -> dict[str, Any]:
-    """Median microseconds a layer of dense and exact, bytes read a layer, and keys rescored a row.
+    """Median microseconds a layer of dense and each way, bytes read a layer, and keys exact rescored a row.
 
     Writing the plane, which one step of 16 does, is measured apart and added as a sixteenth.
     """
     step = Step(case, topk, pool)
-    calls = {"dense": step.run_dense, "exact": step.run_exact, "seal": step.run_seal}
+    calls: dict[str, Callable[[], None]] = {"dense": step.run_dense, "seal": step.run_seal}
+    calls |= {name: partial(step.run_way, name) for name in step.ways}
     times = time_interleaved(calls, rounds)
-    step.report.zero_()
-    step.run_exact()
-    report = sum((topk_paged.Report(*row) for row in step.report.tolist()), topk_paged.Report())
     us = {name: statistics.median(seconds) / step.num_layers * 1e6 for name, seconds in times.items()}
     dense_bytes = 2 * step.dense.native.keys_read * HEAD_DIM * DTYPES[case.kv_dtype].itemsize
+    found = {}
+    for name, plan in step.ways.items():
+        step.report.zero_()
+        step.run_way(name)
+        report = sum((topk_paged.Report(*row) for row in step.report.tolist()), topk_paged.Report())
+        found[f"{name}_us"] = us[name] + us["seal"] / topk_paged.RECORD_KEYS
+        found[f"{name}_bytes"] = plan.native.bytes_read
+        if name == "exact":
+            found["rescored_per_row"] = report.rescored / report.rows
+            found["mean_dropped_mass"] = report.dropped_sum / report.rows
     return {
         **asdict(case),
         "layers": step.num_layers,
         "dense_us": us["dense"],
-        "exact_us": us["exact"] + us["seal"] / topk_paged.RECORD_KEYS,
         "seal_us": us["seal"],
         "dense_bytes": dense_bytes,
-        "exact_bytes": step.exact.native.bytes_read,
-        "rescored_per_row": report.rescored / report.rows,
-        "mean_dropped_mass": report.dropped_sum / report.rows,
+        **found,
         "all_us": {k: [s / step.num_layers * 1e6 for s in v] for k, v in times.items()},
     }
 
@@ -161,7 +183,8 @@ def run(*, threads: int, topk: int, rounds: int, quick: bool) -> dict[str, Any]:
         for keys in QUICK if quick else LENGTHS:
             pair = {t: measure(Case(batch, keys, t), topk, pool, rounds) for t in ("float32", "float16")}
             for row in pair.values():
-                row["speedup_over_float16"] = pair["float16"]["dense_us"] / row["exact_us"]
+                for name in policies(topk):
+                    row[f"{name}_speedup_over_float16"] = pair["float16"]["dense_us"] / row[f"{name}_us"]
                 rows.append(row)
     return {"threads": threads, "attn_topk": topk, "rounds": rounds, "rows": rows}
 
@@ -170,7 +193,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"Decode attention, attn_topk={result['attn_topk']}, {result['threads']} threads, a layer"
     )
-    for name in ("batch", "keys", "K and V", "dense us", "exact us", "times", "bytes", "rescored a row"):
+    ways = list(policies(result["attn_topk"]))
+    for name in ("batch", "keys", "K and V", "dense us", *ways, "rescored a row"):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         table.add_row(
@@ -178,12 +202,16 @@ def show(result: dict[str, Any], console: Console) -> None:
             str(row["keys"]),
             row["kv_dtype"],
             f"{row['dense_us']:.0f}",
-            f"{row['exact_us']:.0f}",
-            f"{row['dense_us'] / row['exact_us']:.2f}x ({row['speedup_over_float16']:.2f}x float16)",
-            f"{row['exact_bytes'] / row['dense_bytes']:.2f}",
+            *(_cell(row, name) for name in ways),
             f"{row['rescored_per_row']:.0f}",
         )
     console.print(table)
+    console.print("Each way: microseconds, times dense float16, share of dense's bytes (same type).")
+
+
+def _cell(row: dict[str, Any], name: str) -> str:
+    speedup, share = row[f"{name}_speedup_over_float16"], row[f"{name}_bytes"] / row["dense_bytes"]
+    return f"{row[f'{name}_us']:.0f}, {speedup:.2f}x, {share:.2f}"
 
 
 def bench_topk(

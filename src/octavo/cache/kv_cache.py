@@ -5,22 +5,35 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from octavo.kernels import topk_paged
+from octavo.kernels.api import TopkPlanes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class PlaneSet(NamedTuple):
+    """Which layers have planes for top-k attention, and which beside the scan plane."""
+
+    layers: Sequence[int] = ()
+    tail: bool = False
+    fast: bool = False
+
+
+NO_PLANES = PlaneSet()
 
 
 class KVCache:
     """K and V of every layer, in blocks.
 
     ``key`` and ``value`` are each ``[num_layers, num_blocks, num_kv_heads, block_size, head_dim]``.
-    Layers in ``plane_layers`` also have a scan plane for top-k attention, ``[num_blocks, num_kv_heads,
-    block_size / 16, bytes]`` uint8, which the attention kernel fills.
-    Which block belongs to whom is the block pool's business; this class only moves rows.
+    The layers of ``planes`` also have those of top-k attention (shapes in ``TopkPlanes``), which the
+    attention kernel fills: the scan plane, with ``tail`` the means of the values, with ``fast`` the bounds of
+    the keys. Which block belongs to whom is the block pool's business; this class only moves rows.
     """
 
     def __init__(
@@ -33,7 +46,7 @@ class KVCache:
         head_dim: int,
         kv_dtype: str = "float32",
         device: str = "cpu",
-        plane_layers: Sequence[int] = (),
+        planes: PlaneSet = NO_PLANES,
     ) -> None:
         if kv_dtype not in DTYPES:
             raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {kv_dtype!r}")
@@ -43,21 +56,41 @@ class KVCache:
         self.value = _lazy_zeros(shape, DTYPES[kv_dtype]).to(device)
         self.block_size = block_size
         self._layers = list(zip(self.key.unbind(), self.value.unbind(), strict=True))
-        record = (block_size // topk_paged.RECORD_KEYS, topk_paged.record_bytes(head_dim))
-        planes = (len(plane_layers), num_blocks, num_kv_heads, *record)
-        self.planes = (
-            _lazy_zeros(planes, torch.uint8) if plane_layers else torch.zeros(planes, dtype=torch.uint8)
-        )
-        self._plane_of = dict(zip(plane_layers, self.planes.unbind(), strict=True))
-        self.block_bytes = sum(part.nbytes // num_blocks for part in (self.key, self.value, self.planes))
+        spans = (len(planes.layers), num_blocks, num_kv_heads, block_size // topk_paged.RECORD_KEYS)
+        #: Of all layers that have planes, [layers, ...].
+        self.planes: TopkPlanes | None = None
+        if planes.layers:
+            self.planes = TopkPlanes(
+                _lazy_zeros((*spans, topk_paged.record_bytes(head_dim)), torch.uint8),
+                _lazy_zeros((*spans, head_dim), torch.float16) if planes.tail else None,
+                _lazy_zeros((*spans, 2, head_dim), torch.float16) if planes.fast else None,
+            )
+        self._plane_index = {layer: i for i, layer in enumerate(planes.layers)}
+        kept = (self.key, self.value, *(self.planes or ()))
+        #: All that holds blocks, ``[layers, num_blocks, ...]`` each.
+        self._parts = [part for part in kept if part is not None]
+        self.block_bytes = sum(part.nbytes // num_blocks for part in self._parts)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
         return self._layers[index]
 
-    def plane(self, index: int) -> torch.Tensor | None:
-        """The scan plane of one layer, or None."""
-        return self._plane_of.get(index)
+    def layer_planes(self, index: int) -> TopkPlanes | None:
+        """The planes of one layer, or None."""
+        if self.planes is None or index not in self._plane_index:
+            return None
+        own = self._plane_index[index]
+        scan, mean_value, bounds = self.planes
+        return TopkPlanes(
+            scan[own],
+            None if mean_value is None else mean_value[own],
+            None if bounds is None else bounds[own],
+        )
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes or () if plane is not None)
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Store this step's rows in layer ``index``.
@@ -77,12 +110,14 @@ class KVCache:
             cache[:, dst, :, :num_rows] = cache[:, src, :, :num_rows]
         # A span that is not whole is written anew when it is completed.
         whole = num_rows // topk_paged.RECORD_KEYS
-        self.planes[:, dst, :, :whole] = self.planes[:, src, :, :whole]
+        for plane in self.planes or ():
+            if plane is not None:
+                plane[:, dst, :, :whole] = plane[:, src, :, :whole]
 
     def read_block(self, block: int) -> memoryview:
         """A copy of all that a block holds, ``block_bytes`` of it: K of every layer, V, and the planes."""
         rows = torch.empty(self.block_bytes, dtype=torch.uint8)
-        for place, part in zip(self._split(rows), (self.key, self.value, self.planes), strict=True):
+        for place, part in zip(self._split(rows), self._parts, strict=True):
             place.copy_(part[:, block])
         return rows.numpy().data
 
@@ -90,13 +125,13 @@ class KVCache:
         """Fill a block with what :meth:`read_block` gave for one."""
         staged = torch.empty(self.block_bytes, dtype=torch.uint8)
         staged.numpy()[:] = np.frombuffer(rows, dtype=np.uint8)
-        for place, part in zip(self._split(staged), (self.key, self.value, self.planes), strict=True):
+        for place, part in zip(self._split(staged), self._parts, strict=True):
             part[:, block] = place
 
     def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """One block's K, V and planes within ``rows`` [block_bytes] uint8, without a copy."""
         places, start = [], 0
-        for part in (self.key, self.value, self.planes):
+        for part in self._parts:
             shape = part.shape[:1] + part.shape[2:]
             end = start + math.prod(shape) * part.itemsize
             places.append(rows[start:end].view(part.dtype).view(shape))
@@ -123,9 +158,9 @@ def bytes_per_block(
     block_size: int,
     head_dim: int,
     kv_dtype: str,
-    plane_layers: int = 0,
+    planes: PlaneSet = NO_PLANES,
 ) -> int:
-    """Bytes that one block takes over all layers, K, V and the planes of ``plane_layers`` layers together."""
-    records = block_size // topk_paged.RECORD_KEYS * topk_paged.record_bytes(head_dim)
+    """Bytes that one block takes over all layers, K, V and planes together."""
+    span = topk_paged.record_bytes(head_dim) + head_dim * (2 * planes.tail + 4 * planes.fast)
     rows = 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
-    return rows + plane_layers * num_kv_heads * records
+    return rows + len(planes.layers) * num_kv_heads * (block_size // topk_paged.RECORD_KEYS) * span

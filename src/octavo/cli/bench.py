@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench_history, bench_quality
+from octavo.cli import bench_history, bench_quality, bench_topk
 from octavo.cli import options as opt
 from octavo.cli.bench_output import (
     CHATS,
@@ -36,6 +36,7 @@ app.command("quality")(bench_quality.quality)
 app.command("conversion")(bench_quality.conversion)
 app.command("c2psa")(bench_quality.c2psa)
 app.command("history")(bench_history.history)
+app.add_typer(bench_topk.app, name="topk")
 
 
 @app.command("attention")
@@ -60,31 +61,6 @@ def attention(
             threads=threads or usable_cpus(),
             command=command_line(),
             output=out,
-            rounds=rounds,
-            quick=quick,
-            console=console(),
-        )
-
-
-@app.command("topk")
-def topk(
-    attn_topk: Annotated[int, typer.Option(min=1, help="Keys kept for each query and head.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; dense and exact take turns.")] = 7,
-    quick: Annotated[bool, typer.Option("--quick", help="1,024 keys only, for a quick look.")] = False,
-    out: Out = RESULTS,
-    threads: opt.Threads = None,
-) -> None:
-    """What exact top-k attention costs in decode beside dense attention: time and bytes read."""
-    from octavo.bench.topk import bench_topk
-    from octavo.engine.resources import usable_cpus
-
-    with plainly():
-        out.mkdir(parents=True, exist_ok=True)
-        bench_topk(
-            threads=threads or usable_cpus(),
-            command=command_line(),
-            output=out,
-            topk=attn_topk,
             rounds=rounds,
             quick=quick,
             console=console(),

@@ -6,12 +6,14 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from octavo.cli.answer import InterruptFlag, receive
 from octavo.cli.errors import CommandError, plainly
+from octavo.cli.explain import explain
 from octavo.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -81,8 +83,10 @@ class Conversation:
         self.turns.pop()
 
 
-def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
+def chat(llm: LLM, params: SamplingParams, system: str | None, plot: Path | None = None) -> None:
     """Run the chat until the end of input or /exit. Piped input is one turn a line.
+
+    ``plot`` is written anew after each answer that ``params.attn_explain`` explains.
 
     Only the answers go to a stdout that is no terminal; what is said about them goes to stderr there.
     """
@@ -105,7 +109,7 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
         elif line:
             # Around the whole turn: a Ctrl-C just after the answer must not end the program either.
             with InterruptFlag() as interrupt:
-                _Turn(llm, params, conversation, console, interrupt).take(line)
+                _Turn(llm, params, conversation, console, interrupt, plot).take(line)
 
 
 def _typed_lines(console: Console) -> Iterator[str]:
@@ -158,6 +162,7 @@ class _Turn:
     conversation: Conversation
     console: Console
     interrupt: InterruptFlag
+    plot: Path | None
 
     def take(self, text: str) -> None:
         """Ask, stream, remember. What cannot be served is said in one line, and the chat goes on."""
@@ -186,6 +191,8 @@ class _Turn:
         else:
             self.conversation.take_back()
         self.console.print(answer.summary(), style="dim")
+        if self.params.attn_explain:
+            explain(answer.output, self.console, self.plot)
         if answer.output and answer.output.outputs[0].finish_reason == "length":
             limit = "--max-tokens, or the end of the context"
             self.console.print(f"The answer was cut at its longest ({limit}).", style="dim")

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from octavo.attn_rule import AUTO, MODES
 from octavo.config import ACTIVATIONS, WEIGHTS
+from octavo.request import MAX_ATTN_TOPK
 
 #: The backends by name, as ``octavo.kernels.api`` has them; that module imports torch.
 ATTENTION = ("fused", "sdpa", "bmm", "loop", "reference")
@@ -43,6 +45,18 @@ def parse_layers(text: str | None) -> tuple[int, ...]:
     if not all(part.isdecimal() and len(part) < 6 for part in parts):
         raise typer.BadParameter(f"expected layers by number such as 0,1, got {text!r:.100}")
     return tuple(int(part) for part in parts)
+
+
+def parse_attn_topk(value: int | str) -> int | str:
+    """A number of keys, or "auto"."""
+    if value == AUTO:
+        return AUTO
+    text = str(value)
+    if not text.isdecimal() or int(text) > MAX_ATTN_TOPK:
+        raise typer.BadParameter(
+            f"expected a number of keys from 0 to {MAX_ATTN_TOPK}, or auto, got {text!r:.100}"
+        )
+    return int(text)
 
 
 def check_block_size(value: int) -> int:
@@ -133,10 +147,28 @@ BlockSize = Annotated[
     ),
 ]
 AttnTopk = Annotated[
-    int,
+    str,
     typer.Option(
-        min=0,
-        help="Keys that attention keeps for each query and head, half of them the most recent; 0 keeps all.",
+        callback=parse_attn_topk,
+        metavar="KEYS",
+        help="Keys that attention keeps for each query and head, half of them the most recent; 0 keeps all, "
+        "auto as many as matter.",
+        rich_help_panel=ENGINE,
+    ),
+]
+AttnTopkMode = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(*MODES),
+        metavar="NAME",
+        help="With --attn-topk: exact, or fast, which looks only into the spans that rank highest.",
+        rich_help_panel=ENGINE,
+    ),
+]
+AttnTopkTail = Annotated[
+    bool | None,
+    typer.Option(
+        help="With --attn-topk: what is not kept enters by the means of its spans; default: with auto only.",
         rich_help_panel=ENGINE,
     ),
 ]

@@ -6,13 +6,17 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from octavo.cli import options as opt
 from octavo.cli.answer import Answer, InterruptFlag, receive
 from octavo.cli.errors import INTERRUPTED, USAGE, CommandError, plainly
+from octavo.cli.explain import check_plot
+from octavo.cli.explain import explain as show_reads
 from octavo.request import SamplingParams
 from octavo.weights.hub import DEFAULT_MODEL
 
@@ -28,6 +32,7 @@ class OneShot:
     system: str | None
     raw: bool
     as_json: bool
+    plot: Path | None
 
 
 def run(  # noqa: PLR0913  (each argument is an option of the command)
@@ -58,8 +63,16 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     kv_cache_memory: opt.KVCacheMemory = None,
     block_size: opt.BlockSize = 16,
     max_model_len: opt.MaxModelLen = None,
-    attn_topk: opt.AttnTopk = 0,
+    attn_topk: opt.AttnTopk = "0",
+    attn_topk_mode: opt.AttnTopkMode = "exact",
+    attn_topk_tail: opt.AttnTopkTail = None,
     dense_layers: opt.DenseLayers = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show which positions top-k attention read for each answer.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also write what --explain shows as PNG.")
+    ] = None,
 ) -> None:
     """Chat with a model, or answer one --prompt.
 
@@ -71,6 +84,11 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         raise CommandError(f"{'--json' if as_json else '--raw'} needs --prompt", USAGE)
     if raw and system is not None:
         raise CommandError("--system needs the chat template, which --raw leaves out", USAGE)
+    if plot is not None and not explain:
+        raise CommandError("--plot needs --explain", USAGE)
+    if explain and not attn_topk:
+        raise CommandError("--explain needs --attn-topk: dense attention reads all keys", USAGE)
+    check_plot(plot)
     with plainly(USAGE):
         params = SamplingParams(
             temperature=temperature,
@@ -80,6 +98,7 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
             max_tokens=max_tokens,
             seed=seed,
             stop=stop or None,
+            attn_explain=explain,
         )
     if prompt == "-":
         prompt = sys.stdin.read()
@@ -93,6 +112,8 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
         "max_model_len": max_model_len,
         "num_threads": threads,
         "attn_topk": attn_topk,
+        "attn_topk_mode": attn_topk_mode,
+        "attn_topk_tail": attn_topk_tail,
         "dense_layers": opt.parse_layers(dense_layers),
     }
     start = time.perf_counter()
@@ -103,15 +124,13 @@ def run(  # noqa: PLR0913  (each argument is an option of the command)
     if prompt is None:
         from octavo.cli.chat import chat
 
-        chat(llm, params, system)
+        chat(llm, params, system, plot)
     else:
-        _answer_once(llm, OneShot(prompt, system, raw, as_json), params, load_s)
+        _answer_once(llm, OneShot(prompt, system, raw, as_json, plot), params, load_s)
 
 
 def load(model: str, engine: dict[str, Any]) -> LLM:
     """The engine with the model in it, behind a spinner on a terminal."""
-    from rich.console import Console
-
     console = Console(stderr=True)
     with plainly(), console.status(f"Loading {model} ..."):
         from octavo.llm import LLM
@@ -157,6 +176,8 @@ def _answer_once(llm: LLM, ask: OneShot, params: SamplingParams, load_s: float) 
         print()
         if sys.stderr.isatty():
             print(answer.summary(), file=sys.stderr)
+    if params.attn_explain:
+        show_reads(answer.output, Console(stderr=True), ask.plot)
     if answer.interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -174,6 +195,7 @@ def _as_json(answer: Answer, load_s: float) -> dict[str, Any]:
         "num_disk_tokens": output.num_disk_tokens if output else None,
         "cache_miss_reason": output.cache_miss_reason if output else None,
         "attn_topk": asdict(output.attn_topk) if output and output.attn_topk else None,
+        "attn_reads": asdict(output.attn_reads) if output and output.attn_reads else None,
         "timings": {
             "load_s": round(load_s, 4),
             "first_token_s": None if answer.first_token_s is None else round(answer.first_token_s, 4),

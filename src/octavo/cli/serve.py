@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.attn_rule import MODES
 from octavo.cli import options as opt
 from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.config import ACTIVATIONS, WEIGHTS
@@ -52,7 +53,7 @@ class Setting:
         """The setting as typer reads it from a function's signature."""
         option = typer.Option(
             "--" + self.name.replace("_", "-")
-            if self.kind is not bool
+            if self.kind not in (bool, bool | None)
             else "--{0}/--no-{0}".format(self.name.replace("_", "-")),
             envvar=self.variable,
             help=self.help,
@@ -223,11 +224,30 @@ SETTINGS = (
     ),
     Setting(
         "attn_topk",
-        int,
-        0,
-        "Keys that attention keeps for each query and head, unless a request says otherwise; 0 keeps all.",
+        str,
+        "0",
+        "Keys that attention keeps for each query and head, unless a request says otherwise; 0 keeps all, "
+        "auto as many as matter.",
         opt.ENGINE,
-        check=NOT_NEGATIVE,
+        "KEYS",
+        opt.parse_attn_topk,
+    ),
+    Setting(
+        "attn_topk_mode",
+        str,
+        "exact",
+        "How keys are found unless a request says otherwise: exact, or fast, which must be set here.",
+        opt.ENGINE,
+        "NAME",
+        opt.one_of(*MODES),
+    ),
+    Setting(
+        "attn_topk_tail",
+        bool | None,
+        None,
+        "What is not kept enters by the means of its spans, unless a request says otherwise; must be set "
+        "here, and is with --attn-topk auto.",
+        opt.ENGINE,
     ),
     Setting(
         "topk_planes",
@@ -418,6 +438,8 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
             num_threads=values["threads"],
             seed=values["seed"],
             attn_topk=values["attn_topk"],
+            attn_topk_mode=values["attn_topk_mode"],
+            attn_topk_tail=values["attn_topk_tail"],
             topk_planes=values["topk_planes"],
             dense_layers=values["dense_layers"],
         )

@@ -99,29 +99,32 @@ void bind_topk(nb::module_& m) {
     nb::class_<TopkPlan>(m, "TopkPlan")
         .def(
             "__init__",
-            [](TopkPlan* self, const PagedBatch& batch, uintptr_t topk, const Shape& shape, ThreadPool& pool,
+            [](TopkPlan* self, const PagedBatch& batch, uintptr_t policies, const Shape& shape, ThreadPool& pool,
                const std::string& isa) {
-                new (self) TopkPlan(batch, at<const int32_t>(topk), shape, pool, choose_isa(isa));
+                new (self) TopkPlan(batch, at<const TopkPolicy>(policies), shape, pool, choose_isa(isa));
             },
-            nb::kw_only(), "batch"_a, "topk"_a, "shape"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 5>())
+            nb::kw_only(), "batch"_a, "policies"_a, "shape"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 5>())
         .def_prop_ro("num_tokens", &TopkPlan::num_tokens)
         .def_prop_ro("max_topk", &TopkPlan::max_topk)
         .def_prop_ro("bytes_read", &TopkPlan::bytes_read)
         .def(
             "run",
             [](TopkPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
-               float scale, int64_t window, uintptr_t out, uintptr_t lse, uintptr_t plane, uintptr_t report,
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& planes, uintptr_t report,
                uintptr_t position, uintptr_t dropped) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
                                       num_blocks, scale, window, at<float>(out), at<float>(lse)};
-                const TopkLayerArgs args{layer, at<uint8_t>(plane), at<TopkReport>(report), at<int32_t>(position),
+                const TopkPlanes all{at<uint8_t>(std::get<0>(planes)), at<uint16_t>(std::get<1>(planes)),
+                                     at<uint16_t>(std::get<2>(planes))};
+                const TopkLayerArgs args{layer, all, at<TopkReport>(report), at<int32_t>(position),
                                          at<float>(dropped)};
                 nb::gil_scoped_release release;
                 plan.run(args);
             },
             nb::kw_only(), "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a,
-            "lse"_a, "plane"_a, "report"_a, "position"_a, "dropped"_a);
+            "lse"_a, "planes"_a, "report"_a, "position"_a, "dropped"_a);
 
+    m.attr("POLICY_COLUMNS") = int(sizeof(TopkPolicy) / sizeof(int32_t));
     m.attr("RECORD_KEYS") = kRecordKeys;
     m.attr("REPORT_COLUMNS") = int(sizeof(TopkReport) / sizeof(double));
     m.def("record_bytes", [](int head_dim) { return record_layout(head_dim).bytes; }, "head_dim"_a);

@@ -20,6 +20,9 @@ namespace {
 constexpr int64_t kMaxScanQueries = 4;
 constexpr int kScanRows = 16;
 constexpr int64_t kMinScanKeys = 256;
+// A part of a scan has at least so many keys, and a thread so many parts.
+constexpr int64_t kPartKeys = 1024;
+constexpr int64_t kThreadParts = 3;
 // Floats of row state that a thread's tile of rows may take.
 constexpr int64_t kTileFloats = int64_t(1) << 18;
 
@@ -37,9 +40,10 @@ const PagedTopkIsa& paged_kernels(const Isa& isa) {
     return &isa == &portable_isa() ? portable_paged_topk() : *avx2_paged_topk();
 }
 
-TopkPlan::TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, ThreadPool& pool, const Isa& isa)
+TopkPlan::TopkPlan(const PagedBatch& batch, const TopkPolicy* policies, const Shape& shape, ThreadPool& pool,
+                   const Isa& isa)
     : batch_(batch),
-      topk_(topk, topk + batch.seqs.size()),
+      policies_(policies, policies + batch.seqs.size()),
       shape_(shape),
       pool_(pool),
       isa_(isa),
@@ -51,46 +55,110 @@ TopkPlan::TopkPlan(const PagedBatch& batch, const int32_t* topk, const Shape& sh
     if (shape.block_size % kRecordKeys != 0)
         throw std::invalid_argument("top-k attention needs a block_size that is a multiple of " +
                                     std::to_string(kRecordKeys) + ", got " + std::to_string(shape.block_size));
-    for (size_t s = 0; s < topk_.size(); ++s) {
-        if (topk_[s] <= 0) continue;
+    for (size_t s = 0; s < policies_.size(); ++s) {
+        const TopkPolicy& policy = policies_[s];
+        if (policy.recent < 0 || policy.recent > std::max(0, policy.topk))
+            throw std::invalid_argument("the recent keys of a budget must be from 0 to the budget");
+        if (policy.fast != 0 && policy.least > 0)
+            throw std::invalid_argument("an adaptive budget weighs all keys: it cannot be had in fast mode");
+        if (policy.topk <= 0) continue;
         const Sequence& seq = batch_.seqs[s];
         for (int64_t r = (seq.seq_len - seq.q_len) / kRecordKeys; (r + 1) * kRecordKeys <= seq.seq_len; ++r)
             if (seq.q_len > 0) seals_.push_back({int64_t(s), r});
-        if (seq.seq_len > topk_[s]) max_topk_ = std::max(max_topk_, int(topk_[s]));
+        if (!active(s)) continue;
+        max_topk_ = std::max(max_topk_, int(policy.topk));
+        max_places_ = std::max(max_places_, int(policy.topk - policy.recent));
+        any_tail_ = any_tail_ || policy.tail != 0;
+        any_fast_ = any_fast_ || policy.fast != 0;
+        any_adaptive_ = any_adaptive_ || policy.least > 0;
     }
+}
+
+bool TopkPlan::active(size_t seq) const {
+    return policies_[seq].topk > 0 && batch_.seqs[seq].seq_len > dense_keys(policies_[seq]);
+}
+
+void TopkPlan::check(const TopkPlanes& planes) const {
+    if (any_tail_ && (planes.scan == nullptr || planes.mean_value == nullptr))
+        throw std::invalid_argument("a sequence asks for the tail, which needs the planes of means");
+    if (any_fast_ && planes.bounds == nullptr)
+        throw std::invalid_argument("a sequence asks for the fast mode, which needs the plane of bounds");
+    if (any_adaptive_ && planes.scan == nullptr)
+        throw std::invalid_argument("a sequence asks for an adaptive budget, which needs the scan plane");
 }
 
 TopkPlan::~TopkPlan() = default;
 
 void TopkPlan::divide(int64_t window, bool planes) {
     items_.clear();
+    parts_.clear();
     int64_t active = 0;
-    for (size_t s = 0; s < topk_.size(); ++s) active += topk_[s] > 0 && batch_.seqs[s].seq_len > topk_[s];
-    for (size_t s = 0; s < topk_.size(); ++s) {
+    for (size_t s = 0; s < policies_.size(); ++s) active += this->active(s);
+    for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
         // As many places as keys: AttentionPlan has these.
-        if (topk_[s] <= 0 || seq.q_len == 0 || seq.seq_len <= topk_[s]) continue;
+        if (!this->active(s) || seq.q_len == 0) continue;
+        const TopkPolicy& policy = policies_[s];
         const int64_t start = seq.seq_len - seq.q_len, rows = seq.q_len * group_;
         const int64_t visible = window > 0 ? std::min(window, start + 1) : start + 1;
-        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - topk_[s] >= kMinScanKeys;
-        int most = scan ? kScanRows : std::min(kTileRows, rows_per_tile(topk_[s]));
+        const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - policy.topk >= kMinScanKeys;
+        const Way way = policy.fast != 0 ? Way::rank : policy.least > 0 ? Way::adapt : scan ? Way::scan : Way::score;
+        int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
         // Heads of a group share a scan, unless threads would have nothing to do.
         const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        while (scan && most > 1 && items() < pool_.num_threads()) most /= 2;
+        const bool may_cut = way == Way::scan && visible >= 2 * kPartKeys;
+        while (way != Way::score && !may_cut && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
-            for (int h = 0; h < shape_.num_kv_heads; ++h)
-                items_.push_back({int64_t(s), h, row0, count, scan, cost, {}, 0});
+            for (int h = 0; h < shape_.num_kv_heads; ++h) {
+                const Item item{int64_t(s), h, row0, count, way, cost, {}, 0, 0, 0, 0, 0};
+                if (!may_cut || !cut_scan(item, window, items())) items_.push_back(item);
+            }
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
     tile_rows_ = 0;
     for (const Item& item : items_) tile_rows_ = std::max(tile_rows_, item.rows);
+    for (const Part& part : parts_) tile_rows_ = std::max(tile_rows_, part.item.rows);
     tiles_.clear();
     for (int t = 0; t < pool_.num_threads(); ++t) tiles_.emplace_back(new TopkTile(*this));
     divided_window_ = window;
     divided_planes_ = planes;
+}
+
+std::pair<int64_t, int64_t> TopkPlan::scan_range(const Item& item, int64_t window) const {
+    const Sequence& seq = batch_.seqs[size_t(item.seq)];
+    // The first row sees the least.
+    const int64_t position = seq.seq_len - seq.q_len + item.row0 / group_;
+    const int64_t first = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+    const int64_t others_end = std::max(first, position + 1 - policies_[size_t(item.seq)].recent);
+    const int64_t end = std::min(others_end, position) / kRecordKeys * kRecordKeys;
+    return {first / kRecordKeys * kRecordKeys, end};
+}
+
+// With few scans to go round, the item's keys are scanned in parts, and then each of its rows is an item; but one
+// reading of the means serves all rows.
+bool TopkPlan::cut_scan(const Item& item, int64_t window, int64_t scans) {
+    const auto [begin, end] = scan_range(item, window);
+    const int64_t wanted = (kThreadParts * pool_.num_threads() + scans - 1) / scans;
+    const int64_t parts = std::min(wanted, (end - begin) / kPartKeys);
+    if (pool_.num_threads() == 1 || parts < 2) return false;
+    const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + kSpan - 1) / kSpan * kSpan;
+    for (int64_t from = begin; from < end; from += step) parts_.push_back({item, from, std::min(from + step, end), {}});
+    const int together = policies_[size_t(item.seq)].tail != 0 ? item.rows : 1;
+    for (int r = 0; r < item.rows; r += together) {
+        Item rest = item;
+        rest.row0 += r;
+        rest.rows = together;
+        rest.cost = item.cost / item.rows * together;
+        rest.first_part = first;
+        rest.parts = int64_t(parts_.size()) - first;
+        rest.part_row = r;
+        rest.scan_end = end;
+        items_.push_back(rest);
+    }
+    return true;
 }
 
 void TopkPlan::seal(const TopkLayerArgs& args) {
@@ -105,7 +173,12 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
         const int64_t at = (block * shape_.num_kv_heads + head) * shape_.block_size + offset;
         const char* key = static_cast<const char*>(args.layer.key) + at * d * (shape_.half ? 2 : 4);
         const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
-        seal_record(key, shape_.half, shape_.head_dim, isa_, args.plane + record * record_bytes);
+        const bool known = seal_record(key, shape_.half, shape_.head_dim, isa_, args.planes.scan + record * record_bytes);
+        if (args.planes.bounds != nullptr)
+            seal_bounds(key, shape_.half, shape_.head_dim, isa_, args.planes.bounds + record * 2 * d);
+        if (args.planes.mean_value == nullptr) return;
+        const char* value = static_cast<const char*>(args.layer.value) + at * d * (shape_.half ? 2 : 4);
+        seal_mean_value(value, shape_.half, known, shape_.head_dim, isa_, args.planes.mean_value + record * d);
     });
 }
 
@@ -113,8 +186,12 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     const std::lock_guard<std::mutex> guard(busy_);
     batch_.check_blocks(args.layer.num_blocks);
     const int64_t window = args.layer.window;
-    if (divided_window_ != window || divided_planes_ != (args.plane != nullptr)) divide(window, args.plane != nullptr);
-    if (args.plane != nullptr && !seals_.empty()) seal(args);
+    const bool planes = args.planes.scan != nullptr;
+    check(args.planes);
+    if (divided_window_ != window || divided_planes_ != planes) divide(window, planes);
+    if (planes && !seals_.empty()) seal(args);
+    pool_.run(int64_t(parts_.size()),
+              [&](int thread, int64_t i) { tiles_[size_t(thread)]->run_part(args, &parts_[size_t(i)]); });
     pool_.run(int64_t(items_.size()),
               [&](int thread, int64_t i) { tiles_[size_t(thread)]->run(args, &items_[size_t(i)]); });
     if (args.report == nullptr) return;
@@ -126,10 +203,17 @@ void TopkPlan::run(const TopkLayerArgs& args) {
         sum.rescored += item.report.rescored;
         sum.dropped_sum += item.report.dropped_sum;
         sum.dropped_max = std::max(sum.dropped_max, item.report.dropped_max);
+        if (batch_.seqs[size_t(item.seq)].q_len <= kMaxScanQueries) sum.bytes += double(item.bytes);
     }
-    for (size_t s = 0; s < topk_.size(); ++s) {
+    const double key_bytes = 2.0 * shape_.num_kv_heads * shape_.head_dim * (shape_.half ? 2 : 4);
+    for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
-        if (topk_[s] <= 0 || seq.seq_len > topk_[s]) continue;
+        if (policies_[s].topk <= 0 || seq.q_len == 0) continue;
+        const int64_t seen = window > 0 ? std::min(seq.seq_len, window + seq.q_len - 1) : seq.seq_len;
+        const double dense = seq.q_len <= kMaxScanQueries ? key_bytes * double(seen) : 0.0;
+        args.report[s].dense_bytes += dense;
+        if (active(s)) continue;
+        args.report[s].bytes += dense;
         double visible = 0.0;
         for (int64_t p = seq.seq_len - seq.q_len; p < seq.seq_len; ++p)
             visible += double(window > 0 ? std::min(window, p + 1) : p + 1);
@@ -142,6 +226,7 @@ void TopkPlan::run(const TopkLayerArgs& args) {
 int64_t TopkPlan::bytes_read() const {
     int64_t bytes = 0;
     for (const Item& item : items_) bytes += item.bytes;
+    for (const Part& part : parts_) bytes += part.item.bytes;
     return bytes;
 }
 

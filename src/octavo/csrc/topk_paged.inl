@@ -134,10 +134,11 @@ void gather(const GatherTask& t) {
     }
 }
 
+// acc = sum of weight * value over the list, or acc + that sum.
 template <class T, int N>
-void kept_values(const T* const* value, const float* weight, int count, int d, float* acc) {
+void kept_values(const T* const* value, const float* weight, int count, int d, bool more, float* acc) {
     F8 a[N];
-    UNROLL for (int c = 0; c < N; ++c) a[c] = set8(0.0f);
+    UNROLL for (int c = 0; c < N; ++c) a[c] = more ? load8(acc + d + c * 8) : set8(0.0f);
     for (int j = 0; j < count; ++j) {
         const F8 w = set8(weight[j]);
         const T* v = value[j] + d;
@@ -147,43 +148,96 @@ void kept_values(const T* const* value, const float* weight, int count, int d, f
 }
 
 template <class T>
-void attend_paged(PagedRow& t) {
+void all_values(const T* const* value, const float* weight, int count, int head_dim, bool more, float* acc) {
+    int d = 0;
+    for (; d + 64 <= head_dim; d += 64) kept_values<T, 8>(value, weight, count, d, more, acc);
+    for (; d < head_dim; d += 8) kept_values<T, 1>(value, weight, count, d, more, acc);
+}
+
+inline bool is_finite(float x) { return x - x == 0.0f; }
+
+// Of a span's records: the scores of their tails, or -inf.
+inline void tail_scores(const PagedRow& t, int first, int end, const TailTask& tail, float* score) {
+    // log 1 .. log 16
+    constexpr float kLog[] = {0.0f,         0.69314718f, 1.09861229f, 1.38629436f, 1.60943791f, 1.79175947f,
+                              1.94591015f,  2.07944154f, 2.19722458f, 2.30258509f, 2.39789527f, 2.48490665f,
+                              2.56494936f,  2.63905733f, 2.70805020f, 2.77258872f};
+    int left[kPanel];
+    for (int i = 0; i < kPanel; ++i) left[i] = kRecordKeys;
+    for (int j = first; j < end; ++j) --left[(t.position[j] & (kSpan - 1)) / kRecordKeys];
+    for (int i = 0; i < kPanel; ++i) {
+        score[i] = -__builtin_inff();
+        if (i < tail.lo || i >= tail.hi || left[i] == 0) continue;
+        // An exponent of ones.
+        if ((tail.mean_value[i][0] & 0x7c00) == 0x7c00) continue;
+        const float s = tail.base[i] + kLog[left[i] - 1];
+        if (is_finite(s)) score[i] = s;
+    }
+}
+
+template <class T>
+void attend_span_typed(PagedRow& t, int first, int end, const TailTask& tail) {
+    const T* value[kSpan];
+    float weight[kSpan + 8], rest[kPanel];
+    const bool some = tail.lo < tail.hi;
+    if (some) tail_scores(t, first, end, tail, rest);
+    const int n = end - first;
+    float m = -__builtin_inff();
+    for (int j = 0; j < n; ++j) {
+        const int32_t p = t.position[first + j];
+        value[j] = static_cast<const T*>(t.value) + t.blocks[p >> t.block_shift] * t.block_stride +
+                   int64_t(p & ((1 << t.block_shift) - 1)) * t.head_dim;
+        weight[j] = t.score[first + j];
+        m = m > weight[j] ? m : weight[j];
+    }
+    for (int i = 0; some && i < kPanel; ++i) m = m > rest[i] ? m : rest[i];
+    for (int j = n; j < n + 8; ++j) weight[j] = -__builtin_inff();
+    const F8 top = set8(m == -__builtin_inff() ? 0.0f : m);
+    for (int j = 0; j < n; j += 8) store8(weight + j, exp8(sub8(load8(weight + j), top)));
+    float lane[kPanel] = {};
+    for (int j = 0; j < n; ++j) lane[t.position[first + j] & (kPanel - 1)] += weight[j];
+    if (!some) {
+        const float l = fold8(add8(load8(lane), load8(lane + 8)));
+        all_values(value, weight, n, t.head_dim, false, t.partial);
+        merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
+        return;
+    }
+    const uint16_t* mean[kPanel];
+    float mean_weight[kPanel];
+    int means = 0;
+    for (int i = 0; i < kPanel; i += 8) store8(rest + i, exp8(sub8(load8(rest + i), top)));
+    for (int i = 0; i < kPanel; ++i) {
+        lane[i] += rest[i];
+        if (rest[i] == 0.0f) continue;
+        mean[means] = tail.mean_value[i];
+        mean_weight[means++] = rest[i];
+    }
+    const float l = fold8(add8(load8(lane), load8(lane + 8)));
+    all_values(value, weight, n, t.head_dim, false, t.partial);
+    all_values(mean, mean_weight, means, t.head_dim, true, t.partial);
+    merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
+}
+
+void clear(PagedRow& t) {
     t.m = -__builtin_inff();
     t.l = 0.0f;
     for (int d = 0; d < t.head_dim; d += 8) store8(t.acc + d, set8(0.0f));
-    const T* value[kSpan];
-    float weight[kSpan + 8];
-    for (int first = 0, end; first < t.count; first = end) {
-        const int span = t.position[first] / kSpan;
-        for (end = first; end < t.count && t.position[end] / kSpan == span; ++end) {
-            const int32_t p = t.position[end];
-            value[end - first] = static_cast<const T*>(t.value) + t.blocks[p >> t.block_shift] * t.block_stride +
-                                 int64_t(p & ((1 << t.block_shift) - 1)) * t.head_dim;
-        }
-        const int n = end - first;
-        float m = -__builtin_inff();
-        for (int j = 0; j < n; ++j) {
-            weight[j] = t.score[first + j];
-            m = m > weight[j] ? m : weight[j];
-        }
-        for (int j = n; j < n + 8; ++j) weight[j] = -__builtin_inff();
-        const F8 top = set8(m == -__builtin_inff() ? 0.0f : m);
-        for (int j = 0; j < n; j += 8) store8(weight + j, exp8(sub8(load8(weight + j), top)));
-        float lane[kPanel] = {};
-        for (int j = 0; j < n; ++j) lane[t.position[first + j] & (kPanel - 1)] += weight[j];
-        const float l = fold8(add8(load8(lane), load8(lane + 8)));
-        int d = 0;
-        for (; d + 64 <= t.head_dim; d += 64) kept_values<T, 8>(value, weight, n, d, t.partial);
-        for (; d < t.head_dim; d += 8) kept_values<T, 1>(value, weight, n, d, t.partial);
-        merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
+}
+
+void attend_span(PagedRow& t, int first, int end, const TailTask& tail) {
+    if (t.half) {
+        attend_span_typed<uint16_t>(t, first, end, tail);
+    } else {
+        attend_span_typed<float>(t, first, end, tail);
     }
 }
 
 void attend_kept(PagedRow& t) {
-    if (t.half) {
-        attend_paged<uint16_t>(t);
-    } else {
-        attend_paged<float>(t);
+    clear(t);
+    for (int first = 0, end; first < t.count; first = end) {
+        const int span = t.position[first] / kSpan;
+        for (end = first; end < t.count && t.position[end] / kSpan == span; ++end) {}
+        attend_span(t, first, end, {0, 0, nullptr, nullptr});
     }
 }
 
@@ -199,4 +253,35 @@ void mass(const float* scores, int n, float* m, float* l) {
     for (; j + 8 <= n; j += 8) sum = add8(sum, exp8(sub8(load8(scores + j), set8(top))));
     *l += fold8(sum);
     for (; j < n; ++j) *l += exp1(scores[j] - top);
+}
+
+// q d >= 0 asks for the greatest, q d < 0 for the least. Lanes are dimensions, folded in a fixed tree.
+template <int R>
+void rank_rows(const RankTask& t, int row) {
+    for (int i = 0; i < t.num_records; ++i) {
+        const uint16_t *low = t.bounds[i], *high = low + t.head_dim;
+        if (row == 0 && i + kRecordsAhead < t.num_records)
+            for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[i + kRecordsAhead] + d);
+        F8 sum[R];
+        UNROLL for (int r = 0; r < R; ++r) sum[r] = set8(0.0f);
+        for (int d = 0; d < t.head_dim; d += 8) {
+            const F8 l = load8(low + d), h = load8(high + d);
+            UNROLL for (int r = 0; r < R; ++r) {
+                const F8 q = load8(t.q[row + r] + d);
+                sum[r] = add8(sum[r], max8(mul8(q, l), mul8(q, h)));
+            }
+        }
+        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * kScoreStride + i] = fold8(sum[r]);
+    }
+}
+
+void rank(const RankTask& t) {
+    int r = 0;
+    for (; r + 4 <= t.rows; r += 4) rank_rows<4>(t, r);
+    switch (t.rows - r) {
+        case 3: rank_rows<3>(t, r); break;
+        case 2: rank_rows<2>(t, r); break;
+        case 1: rank_rows<1>(t, r); break;
+        default: break;
+    }
 }

@@ -106,6 +106,26 @@ struct PagedRow {
     float m, l;      // results
 };
 
+// What a row did not keep of some records of 16 keys that lie in one span of kSpan positions. A record's keys that
+// were not kept enter as one term: with n of them, the score base + log n, and the mean of the record's values. A
+// record whose mean is not known, or that is kept whole, adds nothing.
+struct TailTask {
+    int lo, hi;         // the row sees these records of the span whole, and they are not its own
+    const float* base;  // [16] the score of the mean of each record's keys
+    const uint16_t* const* mean_value;  // [16][head_dim] float16; not known where the first is not finite
+};
+
+// The highest score, without the scale, that a key within a record's bounds could have with each row's query:
+// value[row * kScoreStride + record].
+struct RankTask {
+    int rows;
+    int head_dim;
+    const float* const* q;  // [rows][head_dim]
+    int num_records;
+    const uint16_t* const* bounds;  // [num_records][2][head_dim] float16
+    float* value;
+};
+
 struct PagedTopkIsa {
     void (*scan)(const ScanTask& task);
     int (*sift)(const SiftTask& task);
@@ -114,8 +134,12 @@ struct PagedTopkIsa {
     void (*prefetch)(const void* const* row, int count, int bytes);
     void (*gather)(const GatherTask& task);
     void (*attend)(PagedRow& row);
+    // The same by spans: (m, l, acc) of nothing, then the kept keys [first, end) of one span, and its tail.
+    void (*clear)(PagedRow& row);
+    void (*attend_span)(PagedRow& row, int first, int end, const TailTask& tail);
     // (m, l) <- (m, l) with the n more scores: l = sum of exp(score - m).
     void (*mass)(const float* scores, int n, float* m, float* l);
+    void (*rank)(const RankTask& task);
 };
 
 const PagedTopkIsa& portable_paged_topk();

@@ -30,6 +30,7 @@ constexpr double kMaxQuery = 1e28;
 constexpr float kLeastFloat = std::numeric_limits<float>::min();
 constexpr double kRoundTo = 0x1.8p52;  // adding and subtracting it rounds to a whole number
 constexpr double kLeastScale = 0x1p-14;  // the least normal float16
+constexpr uint16_t kNotKnown = 0x7e00;    // NaN
 
 // The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
 uint16_t half_up(double x, const Isa& isa) {
@@ -48,7 +49,7 @@ float float_up(double x) {
 
 }  // namespace
 
-void seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
+bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
     const RecordLayout layout = record_layout(head_dim);
     float k[kRecordKeys][256], mean[256], sum[256] = {};
     uint16_t mean_half[256], scale[kRecordKeys], error[kRecordKeys];
@@ -97,6 +98,35 @@ void seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8
     std::memcpy(record + layout.scale, scale, sizeof scale);
     std::memcpy(record + layout.error, error, sizeof error);
     std::memcpy(record + layout.norm, &norm, sizeof norm);
+    return known;
+}
+
+void seal_mean_value(const void* value, bool half, bool known, int head_dim, const Isa& isa, uint16_t* mean) {
+    float sum[256] = {};
+    for (int i = 0; i < kRecordKeys; ++i)
+        for (int d = 0; d < head_dim; ++d) {
+            const int at = i * head_dim + d;
+            sum[d] += half ? half_to_float(static_cast<const uint16_t*>(value)[at]) : static_cast<const float*>(value)[at];
+        }
+    for (int d = 0; d < head_dim; ++d) sum[d] *= 1.0f / kRecordKeys;
+    isa.to_half(sum, head_dim, mean);
+    for (int d = 0; d < head_dim; ++d) known = known && (mean[d] & 0x7c00) != 0x7c00;
+    if (!known) mean[0] = kNotKnown;
+}
+
+void seal_bounds(const void* key, bool half, int head_dim, const Isa& isa, uint16_t* bounds) {
+    float low[256], high[256];
+    for (int i = 0; i < kRecordKeys; ++i)
+        for (int d = 0; d < head_dim; ++d) {
+            const int at = i * head_dim + d;
+            const float k = half ? half_to_float(static_cast<const uint16_t*>(key)[at]) : static_cast<const float*>(key)[at];
+            if (i == 0) low[d] = high[d] = k;
+            // A NaN stays: nothing is less or greater.
+            if (k < low[d] || k != k) low[d] = k;
+            if (k > high[d] || k != k) high[d] = k;
+        }
+    isa.to_half(low, head_dim, bounds);
+    isa.to_half(high, head_dim, bounds + head_dim);
 }
 
 void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query) {

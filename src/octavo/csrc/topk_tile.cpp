@@ -16,10 +16,10 @@ int64_t up16(int64_t n) { return (n + 15) & ~int64_t(15); }
 
 TopkTile::TopkTile(const TopkPlan& plan)
     : plan_(plan),
-      capacity_(up16(topk_capacity(plan.max_topk_ - plan.max_topk_ / 2, plan.max_topk_ / 2) + kSpan)) {
+      capacity_(up16(topk_capacity(plan.max_places_, plan.max_topk_) + kSpan)) {
     const int64_t rows = plan.tile_rows_, d = plan.shape_.head_dim;
     const int64_t scores = rows * kScoreStride, entries = rows * capacity_;
-    memory_.reset(new float[size_t(up16(rows * d) + 3 * scores + 18 * up16(d) + 3 * entries)]);
+    memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 17 * up16(d) + 3 * entries)]);
     float* at = memory_.get();
     const auto piece = [&at](int64_t floats) {
         float* p = at;
@@ -31,7 +31,7 @@ TopkTile::TopkTile(const TopkPlan& plan)
     values_ = piece(scores);
     bounds_ = piece(scores);
     k_panel_ = piece(kPanel * up16(d));
-    acc_ = piece(up16(d));
+    acc_ = piece(up16(rows * d));
     partial_ = piece(up16(d));
     rows_.resize(size_t(rows));
     lo_.resize(size_t(rows));
@@ -55,12 +55,24 @@ void TopkTile::run(const TopkLayerArgs& args, TopkPlan::Item* item) {
     args_ = &args;
     item_ = item;
     start();
-    if (item->scan) {
-        scan_all();
-    } else {
-        score_all();
+    switch (item->way) {
+        case TopkPlan::Way::score: score_all(); break;
+        case TopkPlan::Way::scan: scan_all(); break;
+        case TopkPlan::Way::rank: rank_all(); break;
+        case TopkPlan::Way::adapt: adapt_all(); break;
     }
-    if (item->scan) prefetch_values();
+    for (int r = 0; r < item->rows; ++r) settle(rows_[size_t(r)]);
+    if (item->way != TopkPlan::Way::score) prefetch_values();
+    for (int r = 0; r < item->rows; ++r) start_kept(r);
+    if (policy_.tail != 0) {
+        attend_with_tail();
+    } else {
+        for (int r = 0; r < item->rows; ++r) {
+            Row& row = rows_[size_t(r)];
+            plan_.paged_.attend(row.kept_row);
+            row.all_kept = {row.kept_row.m, row.kept_row.l};
+        }
+    }
     for (int r = 0; r < item->rows; ++r) finish(r);
 }
 
@@ -69,8 +81,7 @@ void TopkTile::start() {
     const int d = shape.head_dim, group = plan_.group_;
     seq_ = &plan_.batch_.seqs[size_t(item_->seq)];
     blocks_ = plan_.batch_.blocks.data() + seq_->first_block;
-    topk_ = plan_.topk_[size_t(item_->seq)];
-    recent_ = topk_ / 2;
+    policy_ = plan_.policies_[size_t(item_->seq)];
     stride_ = int64_t(shape.num_kv_heads) * shape.block_size * d;
     const int64_t head = int64_t(item_->kv_head) * shape.block_size * d * (shape.half ? 2 : 4);
     key_ = static_cast<const char*>(args_->layer.key) + head;
@@ -86,8 +97,8 @@ void TopkTile::start() {
         row.position = seq_->seq_len - seq_->q_len + at / group;
         row.first = args_->layer.window > 0 ? std::max<int64_t>(0, row.position - args_->layer.window + 1) : 0;
         row.visible = row.position + 1 - row.first;
-        row.others_end = std::max(row.first, row.position + 1 - recent_);
-        row.best.places = topk_ - recent_;
+        row.others_end = std::max(row.first, row.position + 1 - policy_.recent);
+        row.best.places = policy_.topk - policy_.recent;
         row.best.count = 0;
         row.best.limited = false;
         row.settled = false;
@@ -96,6 +107,9 @@ void TopkTile::start() {
         row.limit = row.top = -kInf;
         row.dropped = 0.0f;
         row.rescored = 0;
+        row.looked_everywhere = true;
+        row.slack = 0.0f;
+        row.recent = {-kInf, 0.0f};
     }
 }
 
@@ -177,6 +191,13 @@ void TopkTile::settle(Row& row) {
     row.settled = true;
 }
 
+// The index of the position's record in a plane.
+int64_t TopkTile::record_of(int64_t position) const {
+    const Shape& shape = plan_.shape_;
+    const int64_t block = blocks_[position >> plan_.block_shift_], records = shape.block_size / kRecordKeys;
+    return (block * shape.num_kv_heads + item_->kv_head) * records + (position & (shape.block_size - 1)) / kRecordKeys;
+}
+
 const void* TopkTile::at(const char* base, int64_t position) const {
     const Shape& shape = plan_.shape_;
     const int64_t element = blocks_[position >> plan_.block_shift_] * stride_ +
@@ -184,156 +205,40 @@ const void* TopkTile::at(const char* base, int64_t position) const {
     return base + element * (shape.half ? 2 : 4);
 }
 
-// Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
-void TopkTile::scan_all() {
+void TopkTile::score_at(const Row& row, const int32_t* position, int count, float* score) {
     const Shape& shape = plan_.shape_;
-    const int rows = item_->rows;
-    int64_t begin = rows_[0].first, end = std::numeric_limits<int64_t>::max(), last = 0;
-    std::vector<ScanQuery> queries(static_cast<size_t>(rows));
-    for (int r = 0; r < rows; ++r) {
-        Row& row = rows_[size_t(r)];
-        begin = std::min(begin, row.first);
-        end = std::min({end, row.others_end, row.position / kRecordKeys * kRecordKeys});
-        last = std::max(last, row.position);
-        prepare_query(row.query.q, shape.head_dim, args_->layer.scale, codes_.data() + int64_t(r) * shape.head_dim,
-                      &row.query);
-        queries[size_t(r)] = row.query;
-    }
-    begin = begin / kRecordKeys * kRecordKeys;
-    end = end / kRecordKeys * kRecordKeys;
-    const int64_t record_bytes = record_layout(shape.head_dim).bytes;
-    const int64_t block_records = shape.block_size / kRecordKeys;
-    const uint8_t* plane = args_->plane + item_->kv_head * block_records * record_bytes;
-    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
-    int32_t stay[kSpan];
-    for (int64_t base = begin; base < end; base += kSpan) {
-        const int64_t stop = std::min(base + kSpan, end);
-        const int count = int((stop - base) / kRecordKeys);
-        int known = 0;
-        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys) {
-            const int64_t block = blocks_[p >> plan_.block_shift_];
-            const int64_t inside = (p & (shape.block_size - 1)) / kRecordKeys;
-            record[known++] = plane + (block * shape.num_kv_heads * block_records + inside) * record_bytes;
-        }
-        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
-        item_->bytes += count * record_bytes;
-        for (int r = 0; r < rows; ++r) {
-            Row& row = rows_[size_t(r)];
-            const float *value = values_ + int64_t(r) * kScoreStride, *bound = bounds_ + int64_t(r) * kScoreStride;
-            const int lo = int(std::clamp<int64_t>(row.first - base, 0, stop - base));
-            const int n = plan_.paged_.sift({lo, int(stop - base), value, bound, row.limit, row.top, &row.dropped, stay});
-            for (int i = 0; i < n; ++i) {
-                row.candidate[row.num_candidates] = int32_t(base + stay[i]);
-                row.value[row.num_candidates] = value[stay[i]];
-                row.bound[row.num_candidates++] = bound[stay[i]];
-            }
-            if (row.num_candidates > 2 * row.best.places + kTopkSlack) {
-                tighten(row);
-                // Bounds do not tell them apart: scores will.
-                if (row.num_candidates > 2 * row.best.places + kTopkSlack) rescore(row);
-            }
-        }
-    }
-    SpanTask task = span_task();
-    for (int64_t base = end / kSpan * kSpan; base <= last; base += kSpan) {
-        for (int r = 0; r < rows; ++r) {
-            const Row& row = rows_[size_t(r)];
-            lo_[size_t(r)] = int32_t(std::clamp<int64_t>(std::max(row.first, end) - base, 0, kSpan));
-            hi_[size_t(r)] = int32_t(std::clamp<int64_t>(row.position + 1 - base, 0, kSpan));
-        }
-        item_->bytes += (std::min(base + kSpan, last + 1) - std::max(base, end)) * shape.head_dim * (shape.half ? 2 : 4);
-        task.blocks = blocks_ + (base >> plan_.block_shift_);
-        plan_.select_.score(task);
-        for (int r = 0; r < rows; ++r) {
-            Row& row = rows_[size_t(r)];
-            const float* scores = scores_ + int64_t(r) * kScoreStride;
-            const int lo = lo_[size_t(r)], hi = hi_[size_t(r)];
-            const int recent = int(std::clamp<int64_t>(row.others_end - base, lo, std::max(lo, hi)));
-            for (int j = lo; j < recent; ++j) {
-                row.candidate[row.num_candidates] = int32_t(base + j);
-                row.value[row.num_candidates] = scores[j];
-                row.bound[row.num_candidates++] = 0.0f;
-            }
-            if (recent >= hi) continue;
-            if (!row.settled) {
-                tighten(row);
-                rescore(row);
-            }
-            take(row, scores, base, recent, hi);
-        }
-    }
-    for (int r = 0; r < rows; ++r) {
-        Row& row = rows_[size_t(r)];
-        if (row.settled) continue;
-        tighten(row);
-        rescore(row);
-    }
+    const void* key[kPanel];
+    for (int i = 0; i < count; ++i) key[i] = at(key_, position[i]);
+    plan_.paged_.gather({count, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, score});
+    item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
 }
 
-void TopkTile::raise(Row& row, float limit) {
-    if (!(row.limit < limit)) return;
-    if (row.dropped != 0.0f) row.dropped *= float(std::exp(double(row.top) - double(limit)));
-    row.limit = row.top = limit;
-}
-
-// Raises the limit by the lower bounds of the candidates, and drops those that cannot reach it.
-void TopkTile::tighten(Row& row) {
-    if (row.num_candidates <= row.best.places) return;
-    raise(row, plan_.paged_.limit({row.num_candidates, row.best.places, row.value, row.bound, lower_.data()}));
-    const int stay = plan_.paged_.sift(
-        {0, row.num_candidates, row.value, row.bound, row.limit, row.top, &row.dropped, order_.data()});
-    for (int i = 0; i < stay; ++i) {
-        const int from = order_[size_t(i)];
-        row.candidate[i] = row.candidate[from];
-        row.value[i] = row.value[from];
-        row.bound[i] = row.bound[from];
+// Scores and takes the keys [begin, end).
+void TopkTile::take_keys(Row& row, int64_t begin, int64_t end) {
+    int32_t position[kPanel];
+    float score[kScoreStride];
+    for (int64_t p = begin; p < end; p += kPanel) {
+        const int n = int(std::min<int64_t>(kPanel, end - p));
+        for (int i = 0; i < n; ++i) position[i] = int32_t(p + i);
+        score_at(row, position, n, score);
+        take(row, score, p, 0, n);
     }
-    row.num_candidates = stay;
-}
-
-// Candidates get their scores, sixteen at a time, and compete for the places.
-void TopkTile::rescore(Row& row) {
-    const Shape& shape = plan_.shape_;
-    for (int i = 0; i < row.num_candidates; ++i) addresses_[size_t(i)] = at(key_, row.candidate[i]);
-    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, shape.head_dim * (shape.half ? 2 : 4));
-    for (int first = 0; first < row.num_candidates; first += kPanel) {
-        const int n = std::min(kPanel, row.num_candidates - first);
-        const void* key[kPanel];
-        float scores[kScoreStride];
-        int unknown = 0;
-        for (int i = 0; i < n; ++i)
-            if (row.bound[first + i] != 0.0f) key[unknown++] = addresses_[size_t(first + i)];
-        if (unknown > 0)
-            plan_.paged_.gather({unknown, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, scores});
-        row.rescored += unknown;
-        if (row.best.count > 2 * row.best.places + kTopkSlack) plan_.select_.settle(row.best, order_.data());
-        float* to = row.best.score + row.best.count;
-        for (int i = 0, next = 0; i < n; ++i) {
-            to[i] = row.bound[first + i] != 0.0f ? scores[next++] : row.value[first + i];
-            row.best.position[row.best.count + i] = row.candidate[first + i];
-        }
-        plan_.paged_.mass(to, n, &row.scored.m, &row.scored.l);
-        row.best.count += n;
-    }
-    row.num_candidates = 0;
-    if (row.best.limited) raise(row, row.best.limit);
 }
 
 void TopkTile::prefetch_values() {
     const int bytes = plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
     for (int r = 0; r < item_->rows; ++r) {
-        settle(rows_[size_t(r)]);
         const TopkRow& best = rows_[size_t(r)].best;
         for (int i = 0; i < best.count; ++i) addresses_[size_t(i)] = at(value_, best.position[i]);
         plan_.paged_.prefetch(addresses_.data(), best.count, bytes);
     }
 }
 
-void TopkTile::finish(int r) {
+void TopkTile::start_kept(int r) {
     const Shape& shape = plan_.shape_;
     Row& row = rows_[size_t(r)];
-    settle(row);
-    PagedRow kept{};
+    PagedRow& kept = row.kept_row;
+    kept = {};
     kept.count = row.best.count;
     kept.head_dim = shape.head_dim;
     kept.half = shape.half;
@@ -343,41 +248,53 @@ void TopkTile::finish(int r) {
     kept.blocks = blocks_;
     kept.value = value_;
     kept.block_stride = stride_;
-    kept.acc = acc_;
+    kept.acc = acc_ + int64_t(r) * shape.head_dim;
     kept.partial = partial_;
-    plan_.paged_.attend(kept);
-    const int group = plan_.group_;
-    const int64_t at = item_->row0 + r;
-    const int64_t index = (seq_->first_row + at / group) * shape.num_heads + int64_t(item_->kv_head) * group + at % group;
-    plan_.isa_.divide(acc_, kept.l, shape.head_dim, args_->layer.out + index * shape.head_dim);
+    row.next = 0;
+    row.kept_count = kept.count;
+    if (args_->position == nullptr) return;
+    int32_t* to = args_->position + out_index(r) * plan_.max_topk_;
+    std::copy(row.best.position, row.best.position + kept.count, to);
+    std::fill(to + kept.count, to + plan_.max_topk_, -1);
+}
+
+// Of the row in tensors [num_tokens, num_heads].
+int64_t TopkTile::out_index(int r) const {
+    const int64_t at = item_->row0 + r, group = plan_.group_;
+    return (seq_->first_row + at / group) * plan_.shape_.num_heads + item_->kv_head * group + at % group;
+}
+
+void TopkTile::finish(int r) {
+    const Shape& shape = plan_.shape_;
+    const Row& row = rows_[size_t(r)];
+    const PagedRow& kept = row.kept_row;
+    const int64_t index = out_index(r);
+    plan_.isa_.divide(kept.acc, kept.l, shape.head_dim, args_->layer.out + index * shape.head_dim);
     if (args_->layer.lse != nullptr) args_->layer.lse[index] = float(double(kept.m) + std::log(double(kept.l)));
-    const double dropped = dropped_bound(row, kept);
+    const double dropped = dropped_bound(row);
     item_->report.rows += 1.0;
     item_->report.visible += double(row.visible);
-    item_->report.kept += double(kept.count);
+    item_->report.kept += double(row.kept_count);
     item_->report.rescored += double(row.rescored);
     item_->report.dropped_sum += dropped;
     item_->report.dropped_max = std::max(item_->report.dropped_max, dropped);
     const int64_t row_bytes = shape.head_dim * (shape.half ? 2 : 4);
     item_->bytes += (kept.count + row.rescored) * row_bytes;
-    if (args_->dropped != nullptr) args_->dropped[index] = float(dropped * (1.0 + 1e-7));
-    if (args_->position != nullptr) {
-        int32_t* to = args_->position + index * plan_.max_topk_;
-        std::copy(row.best.position, row.best.position + kept.count, to);
-        std::fill(to + kept.count, to + plan_.max_topk_, -1);
-    }
+    if (args_->dropped != nullptr) args_->dropped[index] = float(std::min(1.0, dropped * (1.0 + 1e-7)));
 }
 
 // An upper bound of 1 - kept mass / full mass. What was scanned away enters with its upper bounds; what was
 // scored and lost, as the scored sum less the kept one, widened by what fp32 sums of so many can be off.
-double TopkTile::dropped_bound(const Row& row, const PagedRow& kept) const {
-    if (row.visible <= topk_) return 0.0;
-    const double off = 1e-5 + double(row.visible) * 0x1p-25, m = kept.m;
+double TopkTile::dropped_bound(const Row& row) const {
+    if (row.visible <= dense_keys(policy_)) return 0.0;
+    if (!row.looked_everywhere) return 1.0;
+    const double off = 1e-5 + double(row.visible) * 0x1p-25, m = row.all_kept.m;
     const auto mass = [m](double l, double top) { return l == 0.0 ? 0.0 : l * std::exp(top - m); };
     double lost = std::max(0.0, mass(row.scored.l, row.scored.m) * (1.0 + off) - mass(row.kept.l, row.kept.m) * (1.0 - off));
+    lost *= std::exp(double(row.slack));
     // Below -87 the kernels' exp is 0.
     lost += mass(double(row.dropped) * (1.0 + off) + double(row.visible) * 1.2e-38, row.top == -kInf ? m : row.top);
-    const double bound = lost / (lost + double(kept.l) * (1.0 - off));
+    const double bound = lost / (lost + double(row.all_kept.l) * (1.0 - off));
     // Where scores are not finite nothing is known.
     return bound >= 0.0 && bound <= 1.0 ? bound : 1.0;
 }

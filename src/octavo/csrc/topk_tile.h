@@ -13,6 +13,7 @@ class TopkTile {
 public:
     explicit TopkTile(const TopkPlan& plan);
     void run(const TopkLayerArgs& args, TopkPlan::Item* item);
+    void run_part(const TopkLayerArgs& args, TopkPlan::Part* part);
 
 private:
     // Sums of exp(score - m).
@@ -28,6 +29,7 @@ private:
         bool settled;
         Mass scored;            // candidates with a score of their own
         Mass kept;              // those of them that won
+        Mass recent;            // the recent keys, while a budget adapts
         // While its keys are scanned.
         ScanQuery query;
         int num_candidates;
@@ -38,6 +40,13 @@ private:
         float top;              // of `dropped`
         float dropped;
         int64_t rescored;
+        bool looked_everywhere; // else nothing is proven of what was dropped
+        float slack;            // that scores may lie above what stands for them in `scored` and `kept`
+        // While its kept keys are attended to.
+        PagedRow kept_row;
+        int next;               // of its keys
+        int kept_count;         // without the keys that enter beside the kept ones
+        Mass all_kept;
     };
 
     void start();
@@ -45,13 +54,34 @@ private:
     void take(Row& row, const float* scores, int64_t base, int lo, int hi);
     void settle(Row& row);
     void scan_all();
+    void scan_records(int64_t begin, int64_t end);
+    void limit_candidates(Row& row);
+    void keep_found(Row& row, TopkPlan::Found* found);
+    void take_found(Row& row, const TopkPlan::Found& found);
+    void rank_all();
+    void take_ranked(Row& row, int64_t first_ranked, int64_t end_ranked, TopkRow* records);
+    void adapt_all();
+    void adapt_span(Row& row, int64_t base, int lo, int hi, float* value, const float* bound);
+    void adapt_keys(Row& row, int64_t begin, int64_t end);
+    void adapt_choose(Row& row);
+    float least_score(const Row& row) const;
+    std::vector<ScanQuery> scan_queries();
+    // The scores of up to 16 keys.
+    void score_at(const Row& row, const int32_t* position, int count, float* score);
+    void take_keys(Row& row, int64_t begin, int64_t end);
     void tighten(Row& row);
     void rescore(Row& row);
     void raise(Row& row, float limit);
     void prefetch_values();
+    void start_kept(int r);
+    void attend_with_tail();
+    void add_edges(Row& row);
+    void ask_for_means(int64_t base, int64_t last);
     void finish(int r);
-    double dropped_bound(const Row& row, const PagedRow& kept) const;
+    double dropped_bound(const Row& row) const;
     SpanTask span_task();
+    int64_t out_index(int r) const;
+    int64_t record_of(int64_t position) const;
     const void* at(const char* base, int64_t position) const;
 
     const TopkPlan& plan_;
@@ -60,7 +90,7 @@ private:
     const Sequence* seq_ = nullptr;
     const int32_t* blocks_ = nullptr;
     int64_t stride_ = 0;
-    int topk_ = 0, recent_ = 0;
+    TopkPolicy policy_{};
     const char *key_ = nullptr, *value_ = nullptr;
 
     int64_t capacity_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from octavo.attn_rule import AUTO, DENSE, AttnRule
 from octavo.config import EngineConfig
 from octavo.request import SamplingParams, is_int
 
@@ -40,19 +41,36 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
                 raise ValueError(f"{name} has token id {token!r}, which is not in 0 .. {vocab_size - 1}")
 
 
-def resolve_attn_topk(params: SamplingParams, config: EngineConfig) -> tuple[int, str]:
-    """The budget of a request's attention, 0 for dense, and its policy, which names all that decides what is
-    kept. Refuses top-k attention where the cache has no planes for it."""
+def resolve_attn_topk(params: SamplingParams, config: EngineConfig) -> tuple[AttnRule, str]:
+    """Which keys a request's attention keeps, and its policy, which names all that decides this ("" is
+    dense).
+
+    Refuses what the cache has no planes for, by the name of the flag, and what does not go together.
+    """
     topk = config.attn_topk if params.attn_topk is None else params.attn_topk
     if topk == 0:
-        return 0, ""
+        return DENSE, ""
     if not config.has_planes:
         raise ValueError(
             f"attn_topk ({topk}) needs an engine started with attn_topk=K or topk_planes=True "
             "(--attn-topk K or --topk-planes)"
         )
+    mode = params.attn_topk_mode or config.attn_topk_mode
+    tail = next((t for t in (params.attn_topk_tail, config.attn_topk_tail) if t is not None), topk == AUTO)
+    if mode == "fast" and not config.has_fast:
+        raise ValueError(
+            'attn_topk_mode="fast" needs an engine started with it (--attn-topk-mode fast): '
+            "the cache holds no bounds of keys"
+        )
+    if tail and not config.has_tail:
+        what = "attn_topk_tail" if topk != AUTO else 'attn_topk="auto", without attn_topk_tail=False,'
+        raise ValueError(
+            f"{what} needs an engine started with attn_topk_tail=True (--attn-topk-tail): "
+            "the cache holds no means of values"
+        )
+    rule = AttnRule.of(topk, mode, tail)
     layers = ",".join(map(str, config.dense_layers))
-    return topk, f"attn_topk={topk}" + (f" dense_layers={layers}" if layers else "")
+    return rule, rule.words + (f" dense_layers={layers}" if layers else "")
 
 
 def check_queueing(priority: int, cache_salt: str) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.attention.backend import AttentionBackend
+from octavo.attn_rule import AttnRule
 from octavo.cache.disk_cache import DiskCache
 from octavo.cache.disk_store import MIN_BYTES, DiskStore, record_bytes
 from octavo.cache.kv_cache import DTYPES, KVCache
@@ -30,7 +31,7 @@ from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 from octavo.models.registry import canonical
-from octavo.request import MAX_ATTN_TOPK, check_int, is_int
+from octavo.request import check_attn_topk, check_int, is_int
 from octavo.tokenizer import Tokenizer
 from octavo.weights import hub
 from octavo.weights.gguf import GGUFFile
@@ -163,12 +164,17 @@ def _check_products(decoder: NativeDecoder, name: str) -> None:
         log.warning(line, name, sum(map(bool, lacking)), len(lacking), types)
 
 
-def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
-    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`."""
+def assemble(
+    config: EngineConfig, loaded: LoadedModel, *, attention: AttentionBackend | None = None
+) -> Engine:
+    """An engine with its own pool of blocks over a loaded model; see :func:`build_engine`.
+
+    ``attention`` takes the place of the backend that ``config`` names.
+    """
     wanted = LoadOptions.of(config)
     if wanted != loaded.options:
         raise ValueError(f"the model was loaded with {loaded.options}, the engine wants {wanted}")
-    attention = _backend(config, loaded.config, loaded.pool)
+    attention = attention or _backend(config, loaded.config, loaded.pool)
     config, note = resources.resolve(config, loaded.config, resources.available_memory())
     if note is not None:
         log.warning(note)
@@ -182,14 +188,17 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Engine:
         head_dim=loaded.config.head_dim,
         kv_dtype=cache.kv_dtype,
         device=config.device,
-        plane_layers=resources.plane_layers(config, loaded.config),
+        planes=resources.plane_set(config, loaded.config),
     )
     if config.has_planes:
-        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.planes.nbytes
+        rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.plane_bytes
+        kinds = ["scan"] + ["means of values"] * config.has_tail + ["bounds of keys"] * config.has_fast
         log.info(
-            "top-k attention: scan planes of %s beside K and V of %s",
+            "top-k attention: planes (%s) of %s beside K and V of %s: %.2f times plain float16 in all",
+            ", ".join(kinds),
             resources.format_size(planes),
             resources.format_size(rows),
+            (rows + planes) / (kv_cache.key.numel() + kv_cache.value.numel()) / 2,
         )
     fingerprint = prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention))
     disk = open_disk(config, kv_cache.block_bytes, fingerprint)
@@ -287,7 +296,7 @@ def prefix_fingerprint(
         # Of what another process left on disk: the tables and the torch backends are torch's, and the planes
         # lie beside the rows.
         torch.__version__,
-        repr((config.has_planes, config.dense_layers)),
+        repr((config.has_planes, config.has_tail, config.has_fast, config.dense_layers)),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -318,11 +327,16 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:
         raise ValueError(f"kv_dtype must be one of {', '.join(DTYPES)}, got {cache.kv_dtype!r:.100}")
-    check_int("attn_topk", config.attn_topk, 0, MAX_ATTN_TOPK)
+    check_attn_topk(config.attn_topk, config.attn_topk_mode, config.attn_topk_tail)
     if not isinstance(config.topk_planes, bool):
         raise ValueError(f"topk_planes must be True or False, got {config.topk_planes!r:.100}")
     if not isinstance(config.dense_layers, tuple) or not all(map(is_int, config.dense_layers)):
         raise ValueError(f"dense_layers must be a list of layers by number, got {config.dense_layers!r:.100}")
+    if (config.has_tail or config.has_fast) and not config.has_planes:
+        name = "attn_topk_tail" if config.has_tail else f"attn_topk_mode={config.attn_topk_mode!r}"
+        raise ValueError(f"{name} needs attn_topk or topk_planes: without them every layer is dense")
+    if config.attn_topk:
+        AttnRule.of(config.attn_topk, config.attn_topk_mode, config.has_tail)
     if config.dense_layers and not config.has_planes:
         raise ValueError("dense_layers needs attn_topk or topk_planes: without them every layer is dense")
     if config.weights not in WEIGHTS:
@@ -359,8 +373,9 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r:.100} cannot be used: {reason}") from None
 
 
-def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
-    spec = AttentionSpec(
+def attention_spec(config: EngineConfig, model: ModelConfig) -> AttentionSpec:
+    """What an attention kernel must know of the model and its cache."""
+    return AttentionSpec(
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -368,4 +383,8 @@ def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) 
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
     )
+
+
+def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
+    spec = attention_spec(config, model)
     return AttentionBackend(config.attention, spec, pool, topk=config.has_planes)

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from octavo.attn_rule import AUTO
 from octavo.cache.disk_cache import DiskCache, DiskStats
 from octavo.config import EngineConfig
 from octavo.engine import admission
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.pace import StepPace
+from octavo.engine.reads import SpanCounts
 from octavo.engine.runner import Runner, StepResult
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
@@ -65,6 +67,7 @@ class _Entry:
     finished_time: float | None = None
     error: str | None = None
     attn_report: AttnTopkReport | None = None
+    attn_reads: SpanCounts | None = None
 
     @property
     def finished(self) -> bool:
@@ -136,12 +139,12 @@ class Engine:
         admission.check_params(params, self.vocab_size)
         admission.check_queueing(priority, cache_salt)
         max_tokens = admission.resolve_max_tokens(params, len(ids), self.max_model_len)
-        attn_topk, attn_policy = admission.resolve_attn_topk(params, self.config)
+        attn_rule, attn_policy = admission.resolve_attn_topk(params, self.config)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         entry_id = next(self._ids)
         entry = _Entry(entry_id, label, prompt, [], time.monotonic())
-        if attn_topk:
-            entry.attn_report = AttnTopkReport(attn_topk=attn_topk)
+        if attn_rule.topk:
+            entry.attn_report = AttnTopkReport(attn_topk=AUTO if attn_rule.least else attn_rule.topk)
         if params.prompt_logprobs is not None:
             entry.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
@@ -159,7 +162,7 @@ class Engine:
                 arrival=entry_id,
                 priority=priority,
                 cache_salt=cache_salt,
-                attn_topk=attn_topk,
+                attn_rule=attn_rule,
                 attn_policy=attn_policy,
             )
             choice = _Choice(request, self._detokenizer(ids, params))
@@ -325,8 +328,12 @@ class Engine:
             request = choice.request
             report = result.attn_reports.get(request.id)
             if report is not None and entry.attn_report is not None:
-                counts = int(report.rows), int(report.visible), int(report.kept)
-                entry.attn_report = entry.attn_report.plus(*counts, report.dropped_sum, report.dropped_max)
+                entry.attn_report += report
+                self.metrics.attn_topk += report
+                self.metrics.attn_topk_dropped_mass += report.mean_dropped_mass * report.rows
+            reads = result.attn_reads.get(request.id)
+            if reads is not None:
+                entry.attn_reads = reads if entry.attn_reads is None else entry.attn_reads + reads
             if entry.prompt_logprobs is not None:
                 try:
                     for position, logprobs in result.prompt_logprobs.get(request.id, {}).items():
@@ -429,6 +436,7 @@ class Engine:
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,
+            attn_reads=entry.attn_reads.report() if entry.finished and entry.attn_reads is not None else None,
             metrics=RequestMetrics(
                 arrival_time=entry.arrival_time,
                 first_scheduled_time=entry.first_scheduled_time,

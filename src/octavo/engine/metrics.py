@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from octavo.request import AttnTopkReport
+
 #: Upper bounds of the buckets, in seconds; one more bucket holds what is above the last.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -49,6 +51,8 @@ class EngineMetrics:
         finished: finish_reason -> number of choices.
         time_to_first_token, inter_token, end_to_end: seconds, per choice.
         step_time: seconds per step.
+        attn_topk: what top-k attention read and left out, over all requests that were not dense.
+        attn_topk_dropped_mass: its dropped mass summed over rows; unlike a mean times a number it only rises.
     """
 
     prompt_tokens: int = 0
@@ -65,3 +69,5 @@ class EngineMetrics:
     inter_token: Histogram = field(default_factory=Histogram)
     end_to_end: Histogram = field(default_factory=Histogram)
     step_time: Histogram = field(default_factory=Histogram)
+    attn_topk: AttnTopkReport = field(default_factory=lambda: AttnTopkReport(attn_topk=0))
+    attn_topk_dropped_mass: float = 0.0

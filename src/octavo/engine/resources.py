@@ -8,7 +8,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
-from octavo.cache.kv_cache import bytes_per_block
+from octavo.cache.kv_cache import PlaneSet, bytes_per_block
 from octavo.config import EngineConfig, ModelConfig
 
 #: The share of the free memory that the KV pool takes when no size is given.
@@ -150,12 +150,13 @@ def check_block_size(size: int) -> None:
         raise ValueError(f"block_size must be a power of two from 1 to 256, got {size}")
 
 
-def plane_layers(config: EngineConfig, model: ModelConfig) -> list[int]:
-    """The layers whose cache has a plane for top-k attention. Refuses dense layers that do not exist."""
+def plane_set(config: EngineConfig, model: ModelConfig) -> PlaneSet:
+    """What the cache has for top-k attention. Refuses dense layers that do not exist."""
     for layer in config.dense_layers:
         if not 0 <= layer < model.num_layers:
             raise ValueError(f"dense_layers must name layers from 0 to {model.num_layers - 1}, got {layer}")
-    return [i for i in range(model.num_layers) if config.has_planes and i not in config.dense_layers]
+    layers = [i for i in range(model.num_layers) if config.has_planes and i not in config.dense_layers]
+    return PlaneSet(layers, config.has_tail, config.has_fast)
 
 
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
@@ -175,7 +176,7 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
         block_size=size,
         head_dim=model.head_dim,
         kv_dtype=cache.kv_dtype,
-        plane_layers=len(plane_layers(config, model)),
+        planes=plane_set(config, model),
     )
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 
 from octavo.attention.backend import AttentionBackend
-from octavo.batch import ForwardBatch
+from octavo.batch import AttnReads, ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
+from octavo.engine.reads import SpanCounts
 from octavo.engine.step import BlockCopy, BlockLoad, ScheduledRequest
 from octavo.kernels.topk_paged import Report
-from octavo.request import Logprob, Request
+from octavo.request import AttnTopkReport, Logprob, Request
 
 log = logging.getLogger("octavo")
 
@@ -49,7 +50,9 @@ class StepResult:
     prompt_logprobs: dict[int, dict[int, dict[int, Logprob]]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     #: Of requests whose attention is not dense.
-    attn_reports: dict[int, Report] = field(default_factory=dict)
+    attn_reports: dict[int, AttnTopkReport] = field(default_factory=dict)
+    #: Of those that also ask: (query head, key) pairs read and seen in each layer and span of positions.
+    attn_reads: dict[int, SpanCounts] = field(default_factory=dict)
 
     def add(self, other: StepResult) -> None:
         self.tokens |= other.tokens
@@ -57,6 +60,7 @@ class StepResult:
         self.prompt_logprobs |= other.prompt_logprobs
         self.errors |= other.errors
         self.attn_reports |= other.attn_reports
+        self.attn_reads |= other.attn_reads
 
 
 class Runner:
@@ -121,8 +125,12 @@ class Runner:
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
         if batch.attn_report is not None:
-            rows = zip(scheduled, batch.attn_report.tolist(), strict=True)
-            result.attn_reports = {s.request.id: Report(*row) for s, row in rows if s.request.attn_topk}
+            for share, row in zip(scheduled, batch.attn_report.tolist(), strict=True):
+                if share.request.attn_topk:
+                    result.attn_reports[share.request.id] = _report(share.request.attn_topk, Report(*row))
+        if batch.attn_reads is not None:
+            for i, share in enumerate(s for s in scheduled if _explains(s)):
+                result.attn_reads[share.request.id] = SpanCounts.of_row(batch.attn_reads, i)
         for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
             if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
                 self._score_prompt(hidden, first_row, share, result)
@@ -185,8 +193,8 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
     blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
     tokens = [token for share in scheduled for token in _tokens(share)]
-    budgets = [s.request.attn_topk for s in scheduled]
-    has_topk = any(budgets)
+    rules = [s.request.attn_rule for s in scheduled]
+    has_topk = any(rule.topk for rule in rules)
     rows_read = np.fromiter((_rows_read(s) for s in scheduled), dtype=np.int32, count=num_seqs)
     # Layers with a budget of keys also take note of the keys that a step adds, and need all of its rows.
     all_read = has_topk or int(rows_read.sum()) == len(tokens)
@@ -199,9 +207,38 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
         seq_lens=torch.from_numpy(ends).to(device),
         cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
         logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
-        attn_topk=torch.tensor(budgets, dtype=torch.int32) if has_topk else None,
+        attn_topk=torch.tensor(rules, dtype=torch.int32) if has_topk else None,
         attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
+        attn_reads=_reads(scheduled, cu_seqlens),
         rows_read=None if all_read else torch.from_numpy(rows_read),
+    )
+
+
+def _explains(share: ScheduledRequest) -> bool:
+    """Whether the reads of the share's last token are counted: of the first choice only."""
+    request = share.request
+    asks = request.params.attn_explain and request.attn_topk > 0 and request.choice == 0
+    return asks and share.samples
+
+
+def _reads(scheduled: Sequence[ScheduledRequest], cu_seqlens: np.ndarray) -> AttnReads | None:
+    watched = [i for i, share in enumerate(scheduled) if _explains(share)]
+    if not watched:
+        return None
+    rows = torch.from_numpy(cu_seqlens[1:][watched].astype(np.int64) - 1)
+    return AttnReads(rows, [scheduled[i].start + scheduled[i].num_tokens for i in watched])
+
+
+def _report(attn_topk: int, found: Report) -> AttnTopkReport:
+    return AttnTopkReport(
+        attn_topk=attn_topk,
+        rows=int(found.rows),
+        visible_keys=int(found.visible),
+        kept_keys=int(found.kept),
+        mean_dropped_mass=found.dropped_sum / found.rows if found.rows else 0.0,
+        worst_dropped_mass=found.dropped_max,
+        bytes_read=int(found.bytes),
+        dense_bytes=int(found.dense_bytes),
     )
 
 

@@ -46,20 +46,35 @@ class AttentionMeta(NamedTuple):
     cu_seqlens_q: torch.Tensor
 
 
+class TopkPlanes(NamedTuple):
+    """What top-k attention keeps of every span of 16 keys beside one layer's K and V.
+
+    ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 and their
+    mean; ``mean_value`` [num_blocks, num_kv_heads, block_size / 16, head_dim] float16 the mean of the values,
+    None where no sequence may ask for the tail; ``bounds`` [num_blocks, num_kv_heads, block_size / 16, 2,
+    head_dim] float16 the least and the greatest of the keys, None where no sequence may ask for the fast
+    mode.
+    """
+
+    scan: torch.Tensor
+    mean_value: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
+
+
 class KVLayer(NamedTuple):
     """One layer's cache and constants.
 
     ``key`` and ``value`` are each [num_blocks, num_kv_heads, block_size, head_dim], float32 or
     float16; ``scale`` multiplies q.k; ``window`` is the sliding window in tokens (a query at p sees
-    max(0, p - window + 1) .. p) or None. ``plane`` is the scan plane that top-k attention keeps beside the
-    keys (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
+    max(0, p - window + 1) .. p) or None. ``planes`` is what top-k attention keeps beside K and V
+    (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     scale: float
     window: int | None = None
-    plane: torch.Tensor | None = None
+    planes: TopkPlanes | None = None
 
 
 class Kernel(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -127,3 +128,87 @@ def topk_row(scores: torch.Tensor, values: torch.Tensor, first: int, topk: int) 
     rest = torch.ones(n, dtype=torch.bool)
     rest[kept] = False
     return TopkRow(kept + first, out, float(weights[rest].sum()))
+
+
+def adaptive_kept(
+    scores: torch.Tensor, first: int, recent: int, least: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which keys an adaptive budget keeps: positions in rising order, and those that rounding may decide
+    either way.
+
+    ``scores`` ``[n]`` are those of the positions from ``first`` on. The last ``recent`` stay, and of the
+    others those with at least ``least`` millionths of the softmax of all.
+    """
+    others = max(0, len(scores) - recent)
+    above = scores.double() - scores.double().logsumexp(0) - math.log(least * 1e-6)
+    above[others:] = math.inf
+    return torch.nonzero(above >= 0)[:, 0] + first, torch.nonzero(above.abs() < 1e-5)[:, 0] + first
+
+
+def fast_spans(q: torch.Tensor, keys: torch.Tensor, first: int, topk: int) -> torch.Tensor:
+    """Which positions compete in fast mode: ``[positions]`` bool, for ``q`` at the last of ``keys``
+    [positions, d].
+
+    Spans of 16 that are seen whole and lie before the recent keys are ranked, all but the first of them, by
+    the sum over the dimensions of the larger of q min and q max; min and max are in float16, the sum goes in
+    8 lanes. The first ceil(4 topk / 16) in a stable sort compete, and so does everything beside the ranked
+    spans.
+    """
+    position = len(keys) - 1
+    others_end = max(first, position + 1 - topk // 2)
+    start, end = -(-first // 16) + 1, min(others_end, position) // 16
+    competes = torch.ones(len(keys), dtype=torch.bool)
+    competes[:first] = False
+    if end <= start:
+        return competes
+    spans = keys[start * 16 : end * 16].float().view(end - start, 16, -1)
+    low, high = spans.amin(1).half().float(), spans.amax(1).half().float()
+    products = torch.maximum(q * low, q * high).view(end - start, -1, 8)
+    lanes = torch.zeros(len(spans), 8)
+    for i in range(products.shape[1]):
+        lanes = lanes + products[:, i]
+    a, b, c, d, e, f, g, h = lanes.unbind(1)
+    rank = ((a + e) + (c + g)) + ((b + f) + (d + h))
+    order = torch.sort(rank, descending=True, stable=True).indices
+    for span in order[-(-4 * topk // 16) :].tolist():
+        competes[(start + span) * 16 : (start + span + 1) * 16] = False
+    return competes
+
+
+def mean_of_span(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of 16 rows ``[16, d]`` as the planes hold it: summed in order in float32, kept in float16."""
+    total = torch.zeros(rows.shape[1])
+    for row in rows.float():
+        total = total + row
+    return (total / 16).half().double()
+
+
+def tail_row(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, first: int, scale: float
+) -> torch.Tensor:
+    """The output ``[head_dim]`` of a row that keeps ``kept``, with the tail, in float64.
+
+    ``q`` ``[head_dim]`` stands at the last of ``keys`` and ``values`` ``[positions, head_dim]`` and sees
+    those from ``first`` on. The n keys of a span of 16 that were not kept are one term: log n + scale q.(the
+    span's mean key), with the span's mean value. A span that the row sees in part, or stands in, enters key
+    by key; one whose means are not finite adds nothing.
+    """
+    position = len(keys) - 1
+    whole, own = -(-first // 16) * 16, position // 16 * 16
+    is_kept = torch.zeros(len(keys), dtype=torch.bool)
+    is_kept[kept] = True
+    scores = scale * (keys.double() @ q.double())
+    terms, term_values = [], []
+    for p in range(first, position + 1):
+        if is_kept[p] or p < whole or p >= own:
+            terms.append(scores[p])
+            term_values.append(values[p].double())
+    for start in range(whole, own, 16):
+        span = slice(start, start + 16)
+        n = 16 - int(is_kept[span].sum())
+        mean_key, mean_value = mean_of_span(keys[span]), mean_of_span(values[span])
+        if n == 0 or not mean_key.isfinite().all() or not mean_value.isfinite().all():
+            continue
+        terms.append(scale * (mean_key @ q.double()) + math.log(n))
+        term_values.append(mean_value)
+    return torch.softmax(torch.stack(terms), 0) @ torch.stack(term_values)

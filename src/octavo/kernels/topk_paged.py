@@ -8,20 +8,50 @@ plane, or ``pool``.
 
 The *scan plane* holds an approximation of every complete span of 16 keys, in int8, and bounds of its error.
 With few queries it is read in place of K, and only keys that may be among the winners are scored from K.
+
+The *tail*: what a row did not keep of a span of 16 enters as one term, by the mean of its keys and of its
+values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from octavo.kernels import paged_checks as checks
-from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer, TopkPlanes
 from octavo.kernels.native import ThreadPool, _native
 
 #: Positions per record of the plane; a block holds a whole number of them.
 RECORD_KEYS: int = _native.RECORD_KEYS
+
+
+class Policy(NamedTuple):
+    """How one sequence's rows are attended to; a row of a step's ``policies``.
+
+    ``topk`` keys are kept, 0 is dense; ``recent`` of them are the last visible ones. With ``tail`` 1 what is
+    not kept enters by the means of its spans of 16. With ``fast`` 1 only keys of the spans that rank highest
+    compete. ``least`` above 0 keeps, beside the recent keys, those that have at least this many millionths of
+    the row's softmax, and no more than ``topk``; see :meth:`adaptive`.
+    """
+
+    topk: int
+    recent: int
+    tail: int = 0
+    fast: int = 0
+    least: int = 0
+
+    @classmethod
+    def of(cls, topk: int, *, tail: bool = False, fast: bool = False) -> Policy:
+        """With half of the keys recent."""
+        return cls(topk, topk // 2, int(tail), int(fast))
+
+    @classmethod
+    def adaptive(cls, least: int, recent: int, *, tail: bool = True) -> Policy:
+        """As many keys as have ``least`` millionths of the softmax: fewer than a million over ``least``."""
+        return cls(recent + 1_000_000 // least, recent, int(tail), 0, least)
 
 
 class Plan(NamedTuple):
@@ -29,14 +59,16 @@ class Plan(NamedTuple):
 
     native: _native.TopkPlan
     spec: AttentionSpec
-    topk: torch.Tensor
+    num_seqs: int
 
 
 class Report(NamedTuple):
     """Sums over rows, a row being a query, a head and a layer; of ``dropped_max`` the largest.
 
     ``visible`` and ``kept`` count keys, ``rescored`` those that the scan could not decide. ``dropped`` is
-    an upper bound of the softmax mass that was left out, 0 to 1 a row.
+    an upper bound of the softmax mass that was left out, 0 to 1 a row. ``bytes`` of K, V and plane were
+    read, and ``dense_bytes`` are those of K and V that dense attention reads, each once for all heads of a
+    group: both in steps of at most 4 queries of the sequence, where reading is what costs.
     """
 
     rows: float = 0.0
@@ -45,6 +77,8 @@ class Report(NamedTuple):
     rescored: float = 0.0
     dropped_sum: float = 0.0
     dropped_max: float = 0.0
+    bytes: float = 0.0
+    dense_bytes: float = 0.0
 
     def __add__(self, other: object) -> Report:
         if not isinstance(other, Report):
@@ -77,34 +111,50 @@ def record_bytes(head_dim: int) -> int:
     return _native.record_bytes(head_dim)
 
 
-def empty_plane(num_blocks: int, spec: AttentionSpec) -> torch.Tensor:
-    """The plane of one layer: ``[num_blocks, num_kv_heads, block_size / 16, record bytes]`` uint8."""
-    shape = (num_blocks, spec.num_kv_heads, spec.block_size // RECORD_KEYS, record_bytes(spec.head_dim))
-    return torch.zeros(shape, dtype=torch.uint8)
+def empty_planes(
+    num_blocks: int, spec: AttentionSpec, *, tail: bool = False, fast: bool = False
+) -> TopkPlanes:
+    """The planes of one layer: zeros, in the shapes of :class:`TopkPlanes`."""
+    spans = (num_blocks, spec.num_kv_heads, spec.block_size // RECORD_KEYS)
+    scan = torch.zeros(*spans, record_bytes(spec.head_dim), dtype=torch.uint8)
+    mean_value = torch.zeros(*spans, spec.head_dim, dtype=torch.float16) if tail else None
+    return TopkPlanes(
+        scan, mean_value, torch.zeros(*spans, 2, spec.head_dim, dtype=torch.float16) if fast else None
+    )
 
 
-def dense_now(meta: AttentionMeta, topk: torch.Tensor) -> torch.Tensor:
-    """``topk`` ``[num_seqs]`` int32 with 0 where every row of the step sees no more keys than its budget."""
-    return torch.where(meta.seq_lens > topk, topk, torch.zeros_like(topk))
+def policies(each: Sequence[Policy]) -> torch.Tensor:
+    """A step's policies as :func:`plan` takes them: ``[num_seqs, 5]`` int32."""
+    return torch.tensor(each, dtype=torch.int32).reshape(len(each), len(Policy._fields))
+
+
+def dense_now(meta: AttentionMeta, policies: torch.Tensor) -> torch.Tensor:
+    """``[num_seqs]`` int32, 0 where every row of the step keeps all that it sees.
+
+    That is up to ``topk`` keys, and where the budget is adaptive up to ``recent``.
+    """
+    topk, all_kept = policies[:, 0], torch.where(policies[:, 4] > 0, policies[:, 1], policies[:, 0])
+    return torch.where(meta.seq_lens > all_kept, topk, torch.zeros_like(topk))
 
 
 def plan(
-    meta: AttentionMeta, topk: torch.Tensor, spec: AttentionSpec, pool: ThreadPool, *, isa: str = "auto"
+    meta: AttentionMeta, policies: torch.Tensor, spec: AttentionSpec, pool: ThreadPool, *, isa: str = "auto"
 ) -> Plan:
     """Check and copy the step's integers. The plan serves one ``attend`` at a time.
 
-    ``topk`` ``[num_seqs]`` int32 is each sequence's budget, 0 for one that is dense. Rows of those, and of
-    sequences that :func:`dense_now` tells, are another kernel's; what these write to the plane is done here.
+    ``policies`` ``[num_seqs, 5]`` int32 holds a :class:`Policy` a sequence. Rows of sequences that are dense,
+    and that :func:`dense_now` tells, are another kernel's; what these write to the planes is done here.
     """
     reason = why_not(spec)
     if reason is not None:
         raise ValueError(reason)
     batch = checks.batch(meta, spec)
-    checks.check_ints("topk", topk, (meta.seq_lens.shape[0],))
+    num_seqs = meta.seq_lens.shape[0]
+    checks.check_ints("policies", policies, (num_seqs, _native.POLICY_COLUMNS))
     native = _native.TopkPlan(
-        batch=batch, topk=topk.data_ptr(), shape=checks.shape_of(spec), pool=pool, isa=isa
+        batch=batch, policies=policies.data_ptr(), shape=checks.shape_of(spec), pool=pool, isa=isa
     )
-    return Plan(native, spec, topk)
+    return Plan(native, spec, num_seqs)
 
 
 def attend(
@@ -118,23 +168,20 @@ def attend(
 ) -> Details | None:
     """Write the rows of the plan's sequences to ``out`` [num_tokens, num_heads, head_dim], which else stays.
 
-    ``kv.plane`` None scores every visible key. With a plane, the spans of 16 that the step's keys complete
-    are written to it first. ``report`` [num_seqs, len(Report)] float64 is added to. Raises ValueError for
-    tensors that do not fit the plan.
+    ``kv.planes`` None scores every visible key. With planes, the spans of 16 that the step's keys complete
+    are written to them first. ``report`` [num_seqs, len(Report)] float64 is added to. Raises ValueError for
+    tensors that do not fit the plan, and for planes that a policy needs and that are not there.
     """
-    native, spec, topk = plan
+    native, spec, num_seqs = plan
     checks.check_layer(q, kv, native.num_tokens, spec)
     checks.check_rows("out", out, (native.num_tokens, spec.num_heads, spec.head_dim))
-    if kv.plane is not None:
-        per_block = (spec.num_kv_heads, spec.block_size // RECORD_KEYS, record_bytes(spec.head_dim))
-        checks.check_cache("plane", kv.plane, per_block, torch.uint8)
-        if kv.plane.shape[0] != kv.key.shape[0]:
-            raise ValueError(f"key has {kv.key.shape[0]} blocks but plane has {kv.plane.shape[0]}")
+    if kv.planes is not None:
+        _check_planes(kv.planes, kv.key.shape[0], spec)
     if report is not None and (
-        report.dtype != torch.float64 or report.shape != (len(topk), len(Report._fields))
+        report.dtype != torch.float64 or report.shape != (num_seqs, len(Report._fields))
         or not report.is_contiguous()
     ):  # fmt: skip
-        raise ValueError(f"report must be [{len(topk)}, {len(Report._fields)}] float64, contiguous")
+        raise ValueError(f"report must be [{num_seqs}, {len(Report._fields)}] float64, contiguous")
     found = None
     if details:
         found = Details(
@@ -150,12 +197,26 @@ def attend(
         window=kv.window or 0,
         out=out.data_ptr(),
         lse=0,
-        plane=0 if kv.plane is None else kv.plane.data_ptr(),
+        planes=tuple(0 if x is None else x.data_ptr() for x in kv.planes or (None, None, None)),
         report=0 if report is None else report.data_ptr(),
         position=0 if found is None else found.position.data_ptr(),
         dropped=0 if found is None else found.dropped.data_ptr(),
     )
     return found
+
+
+def _check_planes(planes: TopkPlanes, num_blocks: int, spec: AttentionSpec) -> None:
+    spans = (spec.num_kv_heads, spec.block_size // RECORD_KEYS)
+    for name, plane, wanted, dtype in (
+        ("scan", planes.scan, (record_bytes(spec.head_dim),), torch.uint8),
+        ("mean_value", planes.mean_value, (spec.head_dim,), torch.float16),
+        ("bounds", planes.bounds, (2, spec.head_dim), torch.float16),
+    ):
+        if plane is None:
+            continue
+        checks.check_cache(name, plane, (*spans, *wanted), dtype)
+        if plane.shape[0] != num_blocks:
+            raise ValueError(f"key has {num_blocks} blocks but {name} has {plane.shape[0]}")
 
 
 def scan_bounds(

@@ -72,7 +72,9 @@ class NativeDecoder:
         longest = int(batch.positions.max())
         ropes = [0 if table is None else table.upto(longest).data_ptr() for table in self._tables]
         layers = [
-            KVLayer(*kv_cache.layer(i), self.config.softmax_scale, self.config.window(i), kv_cache.plane(i))
+            KVLayer(
+                *kv_cache.layer(i), self.config.softmax_scale, self.config.window(i), kv_cache.layer_planes(i)
+            )
             for i in range(self.config.num_layers)
         ]
         step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)

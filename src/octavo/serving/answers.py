@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from octavo.request import CompletionOutput, RequestOutput
@@ -38,11 +38,13 @@ class _Sent:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens of a call: each prompt counts once, whatever its n. ``disk_cached_tokens`` are those of
-    ``cached_tokens`` that came from disk."""
+    """Tokens of a call, each prompt once whatever its n, and what top-k attention read and left out.
+
+    ``disk_cached_tokens`` are those of ``cached_tokens`` that came from disk.
+    """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-    return {
+    used: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
@@ -51,6 +53,13 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
             "disk_cached_tokens": sum(output.num_disk_tokens for output in outputs),
         },
     }
+    reports = [output.attn_topk for output in outputs if output.attn_topk is not None]
+    if reports:
+        used["attn_topk"] = asdict(sum(reports[1:], start=reports[0]))
+    reads = [output.attn_reads for output in outputs if output.attn_reads is not None]
+    if reads:
+        used["attn_reads"] = [asdict(each) for each in reads]
+    return used
 
 
 class CompletionForm:

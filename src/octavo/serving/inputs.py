@@ -53,6 +53,8 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
         "stop_token_ids": request.stop_token_ids,
         "min_tokens": request.min_tokens,
         "attn_topk": request.attn_topk,
+        "attn_topk_mode": request.attn_topk_mode,
+        "attn_topk_tail": request.attn_topk_tail,
     }
     fields = {name: value for name, value in given.items() if value is not None}
     try:
@@ -61,6 +63,7 @@ def sampling_params(request: Sampling, **fixed: Any) -> SamplingParams:
             ignore_eos=request.ignore_eos,
             skip_special_tokens=request.skip_special_tokens,
             include_stop_str_in_output=request.include_stop_str_in_output,
+            attn_explain=request.attn_explain,
         )
     except ValueError as error:
         name = str(error).split(maxsplit=1)[0].split("[")[0]

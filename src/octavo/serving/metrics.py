@@ -103,6 +103,7 @@ class _EngineCollector(_Families, Collector):
         yield from self._shared("octavo")
         yield from self._shared("vllm")
         engine, stats = self._snapshot.engine, self._snapshot.scheduler
+        topk = engine.attn_topk
         gauges = {
             "kv_blocks_free": ("Free KV blocks.", stats.free_blocks),
             "kv_blocks_cached": (
@@ -112,6 +113,10 @@ class _EngineCollector(_Families, Collector):
             "kv_blocks_used": ("KV blocks in the tables of requests.", stats.used_blocks),
             "sequences_open": ("Sequences that clients wait for.", self._snapshot.num_open),
             "draining": ("1 while the server shuts down.", int(self._snapshot.draining)),
+            "attn_topk_worst_dropped_mass": (
+                "The largest bound of the softmax mass that a row of top-k attention left out, 0 to 1.",
+                topk.worst_dropped_mass,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(f"octavo:{name}", text, value)
@@ -122,6 +127,21 @@ class _EngineCollector(_Families, Collector):
             ),
             "evictions": ("Cached blocks that were given up.", engine.num_evictions),
             "steps": ("Engine steps.", engine.num_steps),
+            "attn_topk_rows": ("Rows (query, head, layer) of top-k attention.", topk.rows),
+            "attn_topk_visible_keys": ("Keys that these rows saw.", topk.visible_keys),
+            "attn_topk_kept_keys": ("Keys that these rows kept.", topk.kept_keys),
+            "attn_topk_dropped_mass": (
+                "Sum over rows of the bound of the softmax mass on keys not kept; divide by the rows.",
+                engine.attn_topk_dropped_mass,
+            ),
+            "attn_topk_bytes_read": (
+                "Bytes of K, V and planes that top-k attention read while decoding.",
+                topk.bytes_read,
+            ),
+            "attn_topk_dense_bytes": (
+                "Bytes that dense attention would have read instead.",
+                topk.dense_bytes,
+            ),
         }
         for name, (text, value) in counters.items():
             yield self._counter(f"octavo:{name}", text, value)

@@ -91,7 +91,10 @@ class Sampling(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool = False
     priority: int = 0
     cache_salt: str | None = None
-    attn_topk: int | None = None
+    attn_topk: int | str | None = None
+    attn_topk_mode: str | None = None
+    attn_topk_tail: bool | None = None
+    attn_explain: bool = False
     return_token_ids: bool = False
 
 

@@ -10,6 +10,9 @@ export class Chat {
     this.topK = settings.topK ?? 0;
     this.maxTokens = settings.maxTokens ?? 512;
     this.messages = [];
+    /** usage.attn_reads[0] and usage.attn_topk of the last answer, where its attention was top-k. */
+    this.reads = null;
+    this.topk = null;
     this.requestId = null;
     this.abort = null;
     /** Called after every change. */
@@ -38,6 +41,7 @@ export class Chat {
       temperature: this.temperature,
       top_k: this.topK,
       max_tokens: this.maxTokens,
+      attn_explain: true,
     };
     const answer = { role: "assistant", text: "", growing: true, facts: "", error: "" };
     this.messages.push(answer);
@@ -61,6 +65,8 @@ export class Chat {
         }
       }
       answer.facts = facts(usage, start, first);
+      this.reads = usage?.attn_reads?.[0] ?? null;
+      this.topk = usage?.attn_topk ?? null;
     } catch (error) {
       if (error.name === "AbortError") answer.facts = "stopped";
       else answer.error = error.message;

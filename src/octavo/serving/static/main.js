@@ -2,6 +2,7 @@
 
 import { forgetCache, get } from "./api.js";
 import { Chat } from "./chat.js";
+import { drawReads, sayReads } from "./reads.js";
 import { draw } from "./sheet.js";
 
 const POLL_MS = 500;
@@ -10,6 +11,7 @@ const at = (id) => document.getElementById(id);
 const chats = [];
 let current = null;
 let lastLook = null;
+let shownReads = null;
 
 // ---- chats
 
@@ -68,6 +70,18 @@ function showMessages() {
   if (atEnd) list.scrollTop = list.scrollHeight;
   at("send").hidden = current.busy;
   at("stop").hidden = !current.busy;
+  showReads();
+}
+
+function showReads() {
+  const { reads, topk } = current;
+  // It is asked for at every piece of an answer.
+  if (reads === shownReads) return;
+  shownReads = reads;
+  at("reads-figure").hidden = !reads;
+  if (!reads) return;
+  drawReads(at("reads"), reads);
+  at("reads-text").textContent = sayReads(reads, topk);
 }
 
 function element(message) {

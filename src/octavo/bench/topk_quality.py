@@ -1,0 +1,270 @@
+"""``octavo bench topk quality``: the perplexity of a text when attention keeps few keys, beside dense.
+
+The text is cut into windows that do not overlap. A policy attends to all of a window, prompt style; its
+second half is scored, and keys are counted over all layers, heads and rows of that half, those of dense
+layers included. Differences from dense attention are taken window by window.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from octavo.bench.machine import machine, versions
+from octavo.bench.topk_policies import BANDS, DENSE, Lab, Policy, policies
+from octavo.engine.engine import Engine
+from octavo.request import AttnTopkReport, SamplingParams
+
+#: Goals: at most so many percent of the keys cost at most so many percent of perplexity, at every window.
+GOALS = ((5.0, 1.0), (3.0, 2.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """``tokens``: how much of the text each length scores and reads, in whole windows, at least one."""
+
+    modes: tuple[str, ...] = ("exact", "streaming", "window")
+    topks: tuple[int, ...] = (64, 128, 256)
+    dense_layers: tuple[int, ...] = (0, 1)
+    windows: tuple[int, ...] = (2048, 4096, 8192)
+    tokens: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A window's mean loss a token in nats, and what attention kept in its second half.
+
+    ``dropped_mean`` and ``dropped_worst`` are bounds of the dropped mass, None where the policy tells none.
+    """
+
+    loss: float
+    kept_share: float
+    dropped_mean: float | None
+    dropped_worst: float | None
+
+
+def run(
+    model: str,
+    text: Path,
+    settings: Settings,
+    *,
+    threads: int | None,
+    found: dict[str, Any] | None,
+    report: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Score every policy at every length; ``save`` gets the result after each policy.
+
+    Rows of ``found``, an earlier result, are kept where model, text and tokens are the same. Raises
+    ValueError for a text that is too short and for policies that the engine has not.
+    """
+    todo = policies(settings.modes, settings.topks, settings.dense_layers)
+    lab = Lab(
+        model, max_model_len=max(settings.windows), step_tokens=step_tokens(settings.windows), threads=threads
+    )
+    layers = lab.model_config.num_layers
+    ids = lab.tokenizer.encode(text.read_text(encoding="utf-8"))
+    if len(ids) < max(settings.windows):
+        raise ValueError(f"{text.name} has {len(ids)} tokens, less than a window of {max(settings.windows)}")
+    known = _known_rows(found, model, text, settings)
+    result: dict[str, Any] = {
+        "bench": "topk_quality",
+        "model": Path(model).name,
+        "text": text.name,
+        "settings": asdict(settings),
+        "layers": layers,
+        "machine": machine(),
+        "versions": versions(),
+        "rows": [],
+    }
+    for policy in todo:
+        engine = None
+        for window in settings.windows:
+            row = known.get((policy.name, window))
+            if row is None:
+                engine = engine or lab.engine(policy)
+                row = _row(engine, policy, _windows(ids, window, settings.tokens), layers)
+                report(f"{policy.name}, {window} tokens: loss {row['loss']:.4f}, {row['seconds']:.0f} s")
+            result["rows"].append(row)
+        del engine
+        compare(result["rows"])
+        save(result)
+    for row in known.values():  # of policies that this run was not asked for
+        if not any((row["policy"], row["window"]) == (r["policy"], r["window"]) for r in result["rows"]):
+            result["rows"].append(row)
+    compare(result["rows"])
+    result["goals"] = goals(result["rows"])
+    save(result)
+    return result
+
+
+def step_tokens(windows: Sequence[int]) -> int:
+    """Tokens of an engine step, so that every half window is a whole number of steps."""
+    step = min(512, min(windows) // 2)
+    for window in windows:
+        if window < 2 or window % (2 * step):
+            raise ValueError(f"windows must be whole multiples of {2 * max(step, 1)} tokens, got {window}")
+    return step
+
+
+def _known_rows(
+    found: dict[str, Any] | None, model: str, text: Path, settings: Settings
+) -> dict[tuple[str, int], dict[str, Any]]:
+    if found is None or found.get("bench") != "topk_quality":
+        return {}
+    same = (found["model"], found["text"], found["settings"]["tokens"])
+    if same != (Path(model).name, text.name, settings.tokens):
+        return {}
+    return {(row["policy"], row["window"]): row for row in found["rows"] if row["window"] in settings.windows}
+
+
+def _windows(ids: Sequence[int], window: int, tokens: int) -> list[list[int]]:
+    count = max(1, min(tokens, len(ids)) // window)
+    return [list(ids[i * window : (i + 1) * window]) for i in range(count)]
+
+
+def _row(engine: Engine, policy: Policy, windows: Sequence[Sequence[int]], num_layers: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    scored = [score(engine, policy, ids, num_layers) for ids in windows]
+    told = [s for s in scored if s.dropped_mean is not None and s.dropped_worst is not None]
+    return {
+        "policy": policy.name,
+        "mode": policy.mode,
+        "topk": policy.topk,
+        "dense_layers": list(policy.dense_layers),
+        "window": len(windows[0]),
+        "losses": [s.loss for s in scored],
+        "loss": statistics.fmean(s.loss for s in scored),
+        "perplexity": math.exp(statistics.fmean(s.loss for s in scored)),
+        "kept_percent": 100 * statistics.fmean(s.kept_share for s in scored),
+        "dropped_mass_mean": statistics.fmean(s.dropped_mean or 0.0 for s in told) if told else None,
+        "dropped_mass_worst": max(s.dropped_worst or 0.0 for s in told) if told else None,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def score(engine: Engine, policy: Policy, ids: Sequence[int], num_layers: int) -> Scored:
+    """Score the second half of a window, which begins with a step of its own (see :func:`step_tokens`)."""
+    half = len(ids) // 2
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
+    engine.reset_prefix_cache()
+    engine.add_request(ids, params)
+    computed = engine.metrics.computed_tokens
+    middle = engine.metrics.attn_topk
+    output = None
+    while engine.has_unfinished():
+        outputs = engine.step()
+        output = outputs[0] if outputs else output
+        if engine.metrics.computed_tokens - computed <= half:
+            middle = engine.metrics.attn_topk
+    if output is None or output.error is not None or output.prompt_logprobs is None:
+        raise RuntimeError(f"a window was not scored: {output and output.error}")
+    scored = zip(ids[half:], output.prompt_logprobs[half:], strict=True)
+    loss = -statistics.fmean(logprobs[token].logprob for token, logprobs in scored if logprobs)
+    kept, mean = _kept(engine, policy, middle, len(ids), num_layers)
+    # The worst is the request's, both halves: a maximum cannot be taken apart.
+    report = output.attn_topk
+    return Scored(loss, kept, mean, None if report is None else report.worst_dropped_mass)
+
+
+def _kept(
+    engine: Engine, policy: Policy, before: AttnTopkReport, num_tokens: int, num_layers: int
+) -> tuple[float, float | None]:
+    """The share of keys that the second half kept, over all layers, and its mean dropped mass."""
+    if policy.mode == DENSE:
+        return 1.0, None
+    if policy.mode in BANDS:
+        assert policy.topk is not None
+        seen = range(num_tokens // 2 + 1, num_tokens + 1)
+        return sum(min(policy.topk, n) for n in seen) / sum(seen), None
+    after = engine.metrics.attn_topk
+    rows, visible = after.rows - before.rows, after.visible_keys - before.visible_keys
+    dropped = after.mean_dropped_mass * after.rows - before.mean_dropped_mass * before.rows
+    # The report covers the layers that are not dense.
+    dense = visible * len(policy.dense_layers) / (num_layers - len(policy.dense_layers))
+    return (after.kept_keys - before.kept_keys + dense) / (visible + dense), max(0.0, dropped / rows)
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Add to each row what it loses against dense attention at the same length."""
+    dense = {row["window"]: row["losses"] for row in rows if row["mode"] == DENSE}
+    for row in rows:
+        change = [ours - theirs for ours, theirs in zip(row["losses"], dense[row["window"]], strict=True)]
+        row["change_percent"] = 100 * math.expm1(statistics.fmean(change))
+        spread = statistics.stdev(change) if len(change) > 1 else None
+        row["change_stderr"] = None if spread is None else 100 * spread / math.sqrt(len(change))
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each goal with the policies that meet it at every length that was measured."""
+    windows = {row["window"] for row in rows}
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["policy"], []).append(row)
+    made = []
+    for keys, loss in GOALS:
+        met = [
+            name
+            for name, own in by_name.items()
+            if {row["window"] for row in own} == windows
+            and all(row["kept_percent"] <= keys and row["change_percent"] <= loss for row in own)
+        ]
+        goal = f"at most {keys:g}% of the keys cost at most {loss:g}% of perplexity at every length"
+        made.append({"goal": goal, "met": bool(met), "by": met})
+    return made
+
+
+def table(result: dict[str, Any]) -> Table:
+    """A line for each policy and length."""
+    made = Table("policy", "tokens", "keys kept", "perplexity", "change", "dropped mass")
+    for row in result["rows"]:
+        error = row["change_stderr"]
+        dropped = row["dropped_mass_mean"]
+        made.add_row(
+            row["policy"],
+            f"{row['window']:,}",
+            f"{row['kept_percent']:.1f}%",
+            f"{row['perplexity']:.3f}",
+            f"{row['change_percent']:+.2f}%" + ("" if error is None else f" ± {error:.2f}"),
+            "" if dropped is None else f"{dropped:.3f}",
+        )
+    return made
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """For each length, what is lost by the share of keys kept: one line a mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    windows = sorted({row["window"] for row in result["rows"]})
+    figure, panels = plt.subplots(
+        1, len(windows), figsize=(4.6 * len(windows), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, window in zip(panels[0], windows, strict=True):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in result["rows"]:
+            if row["window"] == window and row["mode"] != DENSE:
+                layers = ", ".join(map(str, row["dense_layers"]))
+                label = row["mode"] + (f", layers {layers} dense" if layers else "")
+                lines.setdefault(label, []).append((row["kept_percent"], row["change_percent"]))
+        for label, points in lines.items():
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=label)
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=1)
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_title(f"windows of {window:,} tokens")
+        axes.set_xlabel("keys kept, % (all layers, heads, rows)")
+        axes.grid(visible=True, alpha=0.3)
+    panels[0][0].set_ylabel("perplexity against dense, %")
+    panels[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

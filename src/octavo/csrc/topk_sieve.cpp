@@ -1,0 +1,211 @@
+// The keys that a row's scan leaves in the race, and their scores.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "topk_tile.h"
+
+namespace octavo {
+
+std::vector<ScanQuery> TopkTile::scan_queries() {
+    const int d = plan_.shape_.head_dim;
+    std::vector<ScanQuery> queries(static_cast<size_t>(item_->rows));
+    for (int r = 0; r < item_->rows; ++r) {
+        Row& row = rows_[size_t(r)];
+        prepare_query(row.query.q, d, args_->layer.scale, codes_.data() + int64_t(r) * d, &row.query);
+        queries[size_t(r)] = row.query;
+    }
+    return queries;
+}
+
+// Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
+void TopkTile::scan_all() {
+    const Shape& shape = plan_.shape_;
+    const int rows = item_->rows;
+    int64_t end = item_->scan_end, last = 0;
+    for (int r = 0; r < rows; ++r) last = std::max(last, rows_[size_t(r)].position);
+    if (item_->parts == 0) {
+        const auto [begin, stop] = plan_.scan_range(*item_, args_->layer.window);
+        end = stop;
+        scan_records(begin, end);
+    } else {
+        for (int r = 0; r < rows; ++r)
+            for (int64_t i = 0; i < item_->parts; ++i)
+                take_found(rows_[size_t(r)], plan_.parts_[size_t(item_->first_part + i)].found[size_t(item_->part_row + r)]);
+    }
+    SpanTask task = span_task();
+    for (int64_t base = end / kSpan * kSpan; base <= last; base += kSpan) {
+        for (int r = 0; r < rows; ++r) {
+            const Row& row = rows_[size_t(r)];
+            lo_[size_t(r)] = int32_t(std::clamp<int64_t>(std::max(row.first, end) - base, 0, kSpan));
+            hi_[size_t(r)] = int32_t(std::clamp<int64_t>(row.position + 1 - base, 0, kSpan));
+        }
+        item_->bytes += (std::min(base + kSpan, last + 1) - std::max(base, end)) * shape.head_dim * (shape.half ? 2 : 4);
+        task.blocks = blocks_ + (base >> plan_.block_shift_);
+        plan_.select_.score(task);
+        for (int r = 0; r < rows; ++r) {
+            Row& row = rows_[size_t(r)];
+            const float* scores = scores_ + int64_t(r) * kScoreStride;
+            const int lo = lo_[size_t(r)], hi = hi_[size_t(r)];
+            const int recent = int(std::clamp<int64_t>(row.others_end - base, lo, std::max(lo, hi)));
+            for (int j = lo; j < recent; ++j) {
+                row.candidate[row.num_candidates] = int32_t(base + j);
+                row.value[row.num_candidates] = scores[j];
+                row.bound[row.num_candidates++] = 0.0f;
+            }
+            if (recent >= hi) continue;
+            if (!row.settled) {
+                tighten(row);
+                rescore(row);
+            }
+            take(row, scores, base, recent, hi);
+        }
+    }
+    for (int r = 0; r < rows; ++r) {
+        Row& row = rows_[size_t(r)];
+        if (row.settled) continue;
+        tighten(row);
+        rescore(row);
+    }
+}
+
+// The records of the keys [begin, end) against every row.
+void TopkTile::scan_records(int64_t begin, int64_t end) {
+    const Shape& shape = plan_.shape_;
+    const int rows = item_->rows;
+    const std::vector<ScanQuery> queries = scan_queries();
+    const int64_t record_bytes = record_layout(shape.head_dim).bytes;
+    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
+    int32_t stay[kSpan];
+    for (int64_t base = begin; base < end; base += kSpan) {
+        const int64_t stop = std::min(base + kSpan, end);
+        const int count = int((stop - base) / kRecordKeys);
+        int known = 0;
+        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys) {
+            record[known++] = args_->planes.scan + record_of(p) * record_bytes;
+        }
+        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
+        item_->bytes += count * record_bytes;
+        for (int r = 0; r < rows; ++r) {
+            Row& row = rows_[size_t(r)];
+            const float *value = values_ + int64_t(r) * kScoreStride, *bound = bounds_ + int64_t(r) * kScoreStride;
+            const int lo = int(std::clamp<int64_t>(row.first - base, 0, stop - base));
+            const int n = plan_.paged_.sift({lo, int(stop - base), value, bound, row.limit, row.top, &row.dropped, stay});
+            for (int i = 0; i < n; ++i) {
+                row.candidate[row.num_candidates] = int32_t(base + stay[i]);
+                row.value[row.num_candidates] = value[stay[i]];
+                row.bound[row.num_candidates++] = bound[stay[i]];
+            }
+            limit_candidates(row);
+        }
+    }
+}
+
+void TopkTile::limit_candidates(Row& row) {
+    const int most = 2 * row.best.places + kTopkSlack;
+    if (row.num_candidates <= most) return;
+    tighten(row);
+    // Bounds do not tell them apart: scores will.
+    if (row.num_candidates > most) rescore(row);
+}
+
+void TopkTile::run_part(const TopkLayerArgs& args, TopkPlan::Part* part) {
+    args_ = &args;
+    item_ = &part->item;
+    start();
+    scan_records(part->begin, part->end);
+    part->found.resize(size_t(item_->rows));
+    for (int r = 0; r < item_->rows; ++r) {
+        Row& row = rows_[size_t(r)];
+        tighten(row);
+        keep_found(row, &part->found[size_t(r)]);
+    }
+}
+
+// Those with a score come first: they were met first.
+void TopkTile::keep_found(Row& row, TopkPlan::Found* found) {
+    Mass alive = {-std::numeric_limits<float>::infinity(), 0.0f};
+    plan_.select_.settle(row.best, order_.data());
+    plan_.paged_.mass(row.best.score, row.best.count, &alive.m, &alive.l);
+    found->position.assign(row.best.position, row.best.position + row.best.count);
+    found->value.assign(row.best.score, row.best.score + row.best.count);
+    found->bound.assign(size_t(row.best.count), 0.0f);
+    found->position.insert(found->position.end(), row.candidate, row.candidate + row.num_candidates);
+    found->value.insert(found->value.end(), row.value, row.value + row.num_candidates);
+    found->bound.insert(found->bound.end(), row.bound, row.bound + row.num_candidates);
+    found->limit = row.limit;
+    found->dropped = row.dropped;
+    found->rescored = row.rescored;
+    if (!row.best.limited) return;
+    // What was scored and lost here, as dropped_bound has it.
+    const double off = 1e-5 + double(row.visible) * 0x1p-25, top = row.top;
+    const double lost = double(row.scored.l) * (1.0 + off) * std::exp(row.scored.m - top) -
+                        double(alive.l) * (1.0 - off) * std::exp(alive.m - top);
+    found->dropped += float((lost < 0.0 ? 0.0 : lost) * (1.0 + 1e-6));
+}
+
+// What another thread has found, as if it had been scanned here.
+void TopkTile::take_found(Row& row, const TopkPlan::Found& found) {
+    raise(row, found.limit);
+    if (found.dropped != 0.0f) row.dropped += float(double(found.dropped) * std::exp(double(found.limit) - double(row.top)));
+    row.rescored += found.rescored;
+    for (size_t from = 0; from < found.position.size(); from += kSpan) {
+        const size_t n = std::min(found.position.size() - from, size_t(kSpan));
+        std::copy_n(found.position.data() + from, n, row.candidate + row.num_candidates);
+        std::copy_n(found.value.data() + from, n, row.value + row.num_candidates);
+        std::copy_n(found.bound.data() + from, n, row.bound + row.num_candidates);
+        row.num_candidates += int(n);
+        limit_candidates(row);
+    }
+}
+
+void TopkTile::raise(Row& row, float limit) {
+    if (!(row.limit < limit)) return;
+    if (row.dropped != 0.0f) row.dropped *= float(std::exp(double(row.top) - double(limit)));
+    row.limit = row.top = limit;
+}
+
+// Raises the limit by the lower bounds of the candidates, and drops those that cannot reach it.
+void TopkTile::tighten(Row& row) {
+    if (row.num_candidates <= row.best.places) return;
+    raise(row, plan_.paged_.limit({row.num_candidates, row.best.places, row.value, row.bound, lower_.data()}));
+    const int stay = plan_.paged_.sift(
+        {0, row.num_candidates, row.value, row.bound, row.limit, row.top, &row.dropped, order_.data()});
+    for (int i = 0; i < stay; ++i) {
+        const int from = order_[size_t(i)];
+        row.candidate[i] = row.candidate[from];
+        row.value[i] = row.value[from];
+        row.bound[i] = row.bound[from];
+    }
+    row.num_candidates = stay;
+}
+
+// Candidates get their scores, sixteen at a time, and compete for the places.
+void TopkTile::rescore(Row& row) {
+    const Shape& shape = plan_.shape_;
+    for (int i = 0; i < row.num_candidates; ++i) addresses_[size_t(i)] = at(key_, row.candidate[i]);
+    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, shape.head_dim * (shape.half ? 2 : 4));
+    for (int first = 0; first < row.num_candidates; first += kPanel) {
+        const int n = std::min(kPanel, row.num_candidates - first);
+        const void* key[kPanel];
+        float scores[kScoreStride];
+        int unknown = 0;
+        for (int i = 0; i < n; ++i)
+            if (row.bound[first + i] != 0.0f) key[unknown++] = addresses_[size_t(first + i)];
+        if (unknown > 0)
+            plan_.paged_.gather({unknown, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, scores});
+        row.rescored += unknown;
+        if (row.best.count > 2 * row.best.places + kTopkSlack) plan_.select_.settle(row.best, order_.data());
+        float* to = row.best.score + row.best.count;
+        for (int i = 0, next = 0; i < n; ++i) {
+            to[i] = row.bound[first + i] != 0.0f ? scores[next++] : row.value[first + i];
+            row.best.position[row.best.count + i] = row.candidate[first + i];
+        }
+        plan_.paged_.mass(to, n, &row.scored.m, &row.scored.l);
+        row.best.count += n;
+    }
+    row.num_candidates = 0;
+    if (row.best.limited) raise(row, row.best.limit);
+}
+
+}  // namespace octavo
