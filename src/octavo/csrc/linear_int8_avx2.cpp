@@ -52,11 +52,11 @@ OCTAVO_INLINE inline void dot_block(const uint8_t* words, const uint8_t* x, cons
         unroll<0, 8 / kPairs<Bits>>([&](auto group) OCTAVO_INLINE {
             Int pairs[R];
             unroll<0, kPairs<Bits>>([&](auto i) OCTAVO_INLINE {
-                constexpr int w = group.value * kPairs<Bits> + i.value;
+                constexpr int w = decltype(group)::value * kPairs<Bits> + decltype(i)::value;
                 const Int fields = four_fields<Bits, w, Of>(words);
                 UNROLL for (int r = 0; r < R; ++r) {
                     const Int products = _mm256_maddubs_epi16(fields, set_bits(x + (w * R + r) * 4));
-                    pairs[r] = i.value == 0 ? products : _mm256_add_epi16(pairs[r], products);
+                    pairs[r] = decltype(i)::value == 0 ? products : _mm256_add_epi16(pairs[r], products);
                     keep(&pairs[r]);
                 }
             });

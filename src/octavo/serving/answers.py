@@ -86,6 +86,7 @@ class CompletionForm:
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
+        self.scored = logprobs is not None
         self._echo = echo
         self._heads = [
             (prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids)) if echo else ""
@@ -142,6 +143,7 @@ class ChatForm:
         self.token_ids = token_ids
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self.scored = logprobs is not None
         self._tools = tools
 
     def prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
