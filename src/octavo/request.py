@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
+#: Of these each costs time in every step.
+MAX_STOP_TOKEN_IDS = MAX_BIASED_IDS = 1024
 MAX_LOGPROBS = 100
 MAX_TEMPERATURE = 100.0
 MAX_ATTN_TOPK = 2**20
@@ -36,7 +38,8 @@ class Status(enum.Enum):
 class Guide(Protocol):
     """Says which tokens may come next in an output, for every choice of one prompt.
 
-    A function of the output so far alone; what either method raises fails that one request.
+    A function of the output so far alone; what either method raises fails that one request. A ValueError
+    says that the grammar itself is impossible.
     """
 
     def allowed(self, choice: int, output_token_ids: Sequence[int]) -> bytes:
@@ -173,6 +176,8 @@ def _check_logit_bias(logit_bias: Any) -> None:
         return
     if not isinstance(logit_bias, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {logit_bias!r:.100}")
+    if len(logit_bias) > MAX_BIASED_IDS:
+        raise ValueError(f"logit_bias takes at most {MAX_BIASED_IDS} token ids, got {len(logit_bias)}")
     for token_id, bias in logit_bias.items():
         if not is_int(token_id):
             raise ValueError(f"logit_bias must map token ids to numbers, got the id {token_id!r:.100}")
@@ -195,6 +200,8 @@ def _check_stop(stop: Any) -> None:
 def _check_stop_token_ids(ids: Any) -> None:
     if ids is not None and (not isinstance(ids, Sequence | Set) or not all(map(is_int, ids))):
         raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r:.100}")
+    if ids is not None and len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

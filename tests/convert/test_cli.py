@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_checkpoints as tiny
@@ -89,15 +91,36 @@ def test_the_bench_has_a_row_for_each_step_of_each_case(model: Path, tmp_path: P
     text.write_text(TEXT)
     saved: list[int] = []
     cases = (conversion.Case(str(model), 2, 16, 512), conversion.Case(str(decoder), 3, 16, 512))
-    result = conversion.run(
-        text,
-        cases=cases,
-        recovery=Recovery(steps=2),
-        threads=1,
-        progress=lambda what, steps: lambda: None,
-        save=lambda so_far: saved.append(len(so_far["cases"])),
-    )
-    assert saved == [1, 2]
+    asked: list[str] = []
+
+    def progress(what: str, steps: int) -> Callable[[], None]:
+        asked.append(what)
+        return lambda: None
+
+    def go(found: dict[str, Any] | None, steps: int = 2) -> dict[str, Any]:
+        saved.clear()
+        asked.clear()
+        return conversion.run(
+            text,
+            cases=cases,
+            recovery=Recovery(steps=steps),
+            threads=1,
+            found=found,
+            progress=progress,
+            save=lambda so_far: saved.append(len(so_far["cases"])),
+        )
+
+    result = go(None)
+    assert saved == [1, 2, 2]
+    # What was stopped after a case goes on behind it; another fit is another bench.
+    again = go(result | {"cases": result["cases"][:1]})
+    assert saved == [2, 2]
+    assert again["cases"][0] == result["cases"][0]
+    go(result)
+    assert asked == []
+    go(result, steps=3)
+    assert asked.count("align") == 2
+    assert str(tmp_path) not in json.dumps(result)
     json.dumps(result)
     assert [case["model"] for case in result["cases"]] == ["model", "decoder"]
     for case, metric in zip(result["cases"], ("cosine", "perplexity"), strict=True):

@@ -9,8 +9,6 @@ import sys
 import pytest
 
 from octavo import LLM, SamplingParams
-from octavo.engine.scheduler import Scheduler
-from octavo.tokenizer import IncrementalDetokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 
@@ -231,37 +229,6 @@ def test_an_interrupted_generate_leaves_nothing_behind(llm, monkeypatch):
     monkeypatch.undo()
     assert not llm.engine.has_unfinished()
     assert not llm._inbox
-
-
-@pytest.mark.parametrize("place", ["model", "update", "text", "end"])
-def test_an_interrupt_in_the_middle_of_a_step_leaves_a_working_engine(tiny, monkeypatch, place):
-    t = tiny(num_blocks=128)
-    llm = LLM.from_engine(t.engine)
-    (expected,) = llm.generate("a longer prompt", GREEDY, use_tqdm=False)
-    stream = llm.stream("hello", GREEDY)
-    next(stream)
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        where = {
-            "model": (t.model, "logits"),
-            "update": (Scheduler, "update"),
-            "text": (IncrementalDetokenizer, "push"),
-            "end": (IncrementalDetokenizer, "flush"),
-        }
-        patch.setattr(*where[place], interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["a longer prompt", "another"], GREEDY, use_tqdm=False)
-    # the stream was in that step too
-    *_, last = stream
-    assert "interrupted" in last.error
-    assert not llm.engine.has_unfinished()
-    assert llm.engine.scheduler_stats.used_blocks == 0
-    t.scheduler.check_invariants()
-    (again,) = llm.generate("a longer prompt", GREEDY, use_tqdm=False)
-    assert again.outputs == expected.outputs
 
 
 def test_the_progress_bar_shows_tokens_per_second_on_a_terminal(llm, capsys, monkeypatch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from fake_model import FakeModel, add, build, make_request, prompt_of, tokens_of
 
-from octavo.engine.scheduler import Scheduler, SchedulerOutput
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput
 from octavo.request import Request, Status
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fake_model import FakeModel, make_request, next_token
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -141,6 +143,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for share in output.scheduled:
             self.scheduler.finish(share.request, "error")
         assert self.scheduler.update(output, {}) == []
+
+    @rule(computed=st.booleans())
+    def cut_short(self, computed: bool) -> None:
+        """An interrupt: whatever was decided, all is computed again from the tokens that were taken."""
+        output = self.scheduler.schedule()
+        if computed:
+            self.model.forward(output)
+        self.scheduler.start_over([(r, len(r.output_token_ids)) for r in self.requests if not r.finished])
 
     @rule()
     def reset(self) -> None:
@@ -280,22 +290,61 @@ def _preempt_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "break_it",
-    [
-        _forget_a_reference,
-        _free_a_cached_block,
+#: A mutant and a short history in which the machine finds it, whatever hypothesis draws elsewhere.
+HISTORIES = [
+    (_forget_a_reference, {"num_blocks": 2}, [{"rest": [0], "copies": 3}]),
+    (_free_a_cached_block, {"num_blocks": 1}, [{"rest": [0]}]),
+    (
         _match_before_written,
+        {"num_blocks": 3, "budget": 3, "max_num_seqs": 2},
+        [{"rest": [0, 0], "copies": 3}],
+    ),
+    (
         _copy_after_write,
+        {"block_size": 2, "num_blocks": 3},
+        [{"rest": [0, 0, 1]}, {"rest": [0, 0, 1]}, {"rest": [0, 1, 1]}],
+    ),
+    (
         _trust_the_digest,
-        _ignore_the_salt,
-        _ignore_the_policy,
-        _evict_a_used_block,
+        {"block_size": 2, "num_blocks": 3, "kind": "constant"},
+        [{"stem": STEMS[1], "cut": 5}],
+    ),
+    (_ignore_the_salt, {"num_blocks": 2}, [{"rest": [0]}, {"rest": [0, 0], "apart": ("a", "")}]),
+    (_ignore_the_policy, {"num_blocks": 2}, [{"rest": [0]}, {"rest": [0, 0], "apart": ("", "k")}]),
+    (_evict_a_used_block, {"num_blocks": 1}, [{"rest": [0], "copies": 3}]),
+    (
         _preempt_the_oldest,
-    ],
-)
-def test_the_machine_finds_a_fault(break_it, monkeypatch: pytest.MonkeyPatch) -> None:
+        {"num_blocks": 4, "budget": 3, "max_num_seqs": 2},
+        [{"rest": [0], "copies": 3, "max_tokens": 4, "extra": {"ignore_eos": True}}],
+    ),
+]
+
+
+def _replay(start: dict[str, Any], adds: list[dict[str, Any]]) -> None:
+    machine = SchedulerMachine()
+    given = {"block_size": 1, "budget": 1, "max_num_seqs": 1, "max_model_len": 12, "kind": "sha256"}
+    machine.start(**given | start)
+    for add in adds:
+        plain = {
+            "stem": [],
+            "cut": 0,
+            "rest": [],
+            "max_tokens": 0,
+            "priority": 0,
+            "apart": ("", ""),
+            "copies": 1,
+        }
+        machine.add(**plain | {"extra": {}} | add)
+        machine.books_agree()
+    for _ in range(20):
+        machine.step(None)
+        machine.books_agree()
+    machine.teardown()
+
+
+@pytest.mark.parametrize(("break_it", "start", "adds"), HISTORIES)
+def test_the_machine_finds_a_fault(break_it, start, adds, monkeypatch: pytest.MonkeyPatch) -> None:
+    _replay(start, adds)
     break_it(monkeypatch)
-    quick = settings(SETTINGS, max_examples=400, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, RuntimeError, KeyError, IndexError)):
-        run_state_machine_as_test(SchedulerMachine, settings=quick)
+        _replay(start, adds)

@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from http_server import CHAT, COMPLETE, Script, chunks_of, events, of, parsed, run_offline, until
+from http_server import CHAT, COMPLETE, Script, chunks_of, engine_fixtures, events, of, parsed, until
 
 from octavo.bench.serve_client import Reply, call
 from octavo.request import SamplingParams
@@ -55,6 +55,25 @@ def test_chat_logprobs(server):
     server.refused(CHAT, {"messages": of("x"), "logprobs": True, "top_logprobs": 200}, 400, "logprobs")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+def test_token_ids_in_a_stream_equal_the_whole(server, path):
+    """vLLM's ``return_token_ids``."""
+    body = {"max_tokens": 7, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body |= {"messages": of("ids")} if path == CHAT else {"prompt": "ids"}
+    whole = server.post(path, body).json()
+    prompt = (whole if path == CHAT else whole["choices"][0])["prompt_token_ids"]
+    kind = {"messages": of("ids")} if path == CHAT else {"prompt": "ids"}
+    assert prompt == server.post("/tokenize", kind).json()["tokens"]
+    assert len(whole["choices"][0]["token_ids"]) == 7
+    chunks = parsed(chunks_of(server, path, body))
+    found = [token for c in chunks for token in c["choices"][0].get("token_ids", [])]
+    assert found == whole["choices"][0]["token_ids"]
+    places = [c if path == CHAT else c["choices"][0] for c in chunks]
+    assert [p["prompt_token_ids"] for p in places if p.get("prompt_token_ids")] == [prompt]
+    del body["return_token_ids"]
+    assert "token_ids" not in server.post(path, body).text
+
+
 def test_several_prompts_in_one_call(server):
     answer = server.complete(["a", [1, 2], "b"], n=2, max_tokens=2, temperature=0)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -91,31 +110,6 @@ def test_priority_goes_first(make_server):
     for thread in threads:
         thread.join()
     assert ended == ["first", "soon", "late"]
-
-
-def test_two_hundred_streams_at_once_lose_nothing(make_server):
-    text = "all of this arrives"
-    server = make_server(model=Script(text, 5, delay=0.001), num_blocks=256, max_num_seqs=32)
-    results: list[str] = []
-
-    async def one(client) -> None:
-        found = []
-        async with client.stream("POST", COMPLETE, json={"prompt": "hello", "stream": True}) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    found.append(json.loads(line[6:])["choices"][0]["text"])
-        results.append("".join(found))
-
-    async def everybody() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-            await asyncio.gather(*(one(client) for _ in range(200)))
-
-    import asyncio
-
-    asyncio.run(everybody())
-    assert results == [text] * 200
-    until(server.is_idle)
 
 
 def test_health_and_ready(server):
@@ -190,11 +184,18 @@ def test_200_streams_at_once_lose_nothing(make_server):
         return await asyncio.gather(*calls)
 
     replies = asyncio.run(ask())
-    for body, reply in zip(bodies, replies, strict=True):
+    encode = server.parts.engine.tokenizer.encode
+    jobs = [
+        (
+            encode(body["prompt"]),
+            SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True),
+        )
+        for body in bodies
+    ]
+    alone = engine_fixtures.Tiny(server.parts.engine.tokenizer, num_blocks=2048).run(*jobs)
+    for want, reply in zip(alone, replies, strict=True):
         assert reply.done
-        params = SamplingParams(temperature=0.0, max_tokens=body["max_tokens"], ignore_eos=True)
-        want = run_offline(server, server.parts.engine.tokenizer.encode(body["prompt"]), params).outputs[0]
-        assert reply.text() == want.text
+        assert reply.text() == want.outputs[0].text
         assert reply.chunks()[-1]["choices"][0]["finish_reason"] == "length"
     until(server.is_idle)
     server.parts.scheduler.check_invariants()

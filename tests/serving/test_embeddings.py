@@ -6,33 +6,19 @@ import base64
 import struct
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import torch
-from encoder_checkpoint import TEXTS, checkpoint, load, write_sentence_files
+from encoder_checkpoint import TEXTS
+from encoder_server import start
 from http_server import CHAT, COMPLETE, Running, until
 
 from octavo.engine.encoder import BATCH_TOKENS
-from octavo.serving.server import ServerOptions
 
 EMBED = "/v1/embeddings"
-
-
-class Parts:
-    """What :class:`Running` looks into."""
-
-    def __init__(self, folder: Path) -> None:
-        checkpoint(folder, "bert")
-        write_sentence_files(folder, "mean", True)
-        self.engine = load(folder)
-
-
-def start(folder: Path, **options: Any) -> Running:
-    return Running(Parts(folder), ServerOptions(models=("small",), **options))
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from tiny_checkpoint import write_tiny_model
+
+from octavo.cli.app import exit_code
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +37,21 @@ def command(*args: str) -> list[str]:
 ENV = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
-def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*args), capture_output=True, text=True, timeout=60, env=ENV | env, check=False
-    )
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=60, env=ENV, check=False)
+
+
+@pytest.fixture
+def here(capsys, monkeypatch) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As :func:`run`, in this process, which is quicker: for what ends before anything is set up."""
+
+    def run_here(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        code = exit_code(["serve", *args])
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+
+    return run_here
 
 
 class Process:
@@ -210,11 +223,11 @@ def refused(result: subprocess.CompletedProcess[str], code: int, *words: str) ->
         assert word in result.stderr
 
 
-def test_command_line_before_environment_before_file_before_default(tmp_path):
+def test_command_line_before_environment_before_file_before_default(here, tmp_path):
     path = tmp_path / "octavo.toml"
     path.write_text('port = 1\nmax-queue = 2\nmax_num_seqs = 3\nhost = "0.0.0.0"\napi_key = ["hidden"]\n')
     env = {"OCTAVO_PORT": "4", "OCTAVO_MAX_QUEUE": "5"}
-    result = run("--config", str(path), "--print-config", "--port", "6", "--max-body", "1MiB", **env)
+    result = here("--config", str(path), "--print-config", "--port", "6", "--max-body", "1MiB", **env)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert "port = 6  # command line" in lines
@@ -238,16 +251,16 @@ def test_command_line_before_environment_before_file_before_default(tmp_path):
         ("max_queue = -1", ["0 or more"]),
     ],
 )
-def test_a_bad_file_gets_one_sentence(tmp_path, text, words):
+def test_a_bad_file_gets_one_sentence(here, tmp_path, text, words):
     path = tmp_path / "octavo.toml"
     path.write_text(text)
-    refused(run("--config", str(path)), 2, *words)
+    refused(here("--config", str(path)), 2, *words)
 
 
-def test_other_bad_settings_get_one_sentence(tmp_path):
-    refused(run("--config", str(tmp_path / "none.toml")), 2, "none.toml")
-    refused(run("--max-body", "much"), 2, "a size")
-    refused(run("--api-key", ""), 2, "empty")
+def test_other_bad_settings_get_one_sentence(here, tmp_path):
+    refused(here("--config", str(tmp_path / "none.toml")), 2, "none.toml")
+    refused(here("--max-body", "much"), 2, "a size")
+    refused(here("--api-key", ""), 2, "empty")
     refused(run("no-such-model", "--port", "0"), 1, "no-such-model")
 
 

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from http_server import Script
 from tiny_checkpoint import write_tiny_model
 
 from octavo.bench import soak
-from octavo.bench.serve_client import ServerProcess
 
 SAID = ["How are you?", "Fine, thank you, and you?", "Fine too", "Good to hear"]
 OPTIONS = ("--kv-cache-memory=1MiB", "--max-num-seqs=8", "--max-queue=6", "--step-ms=20", "--threads=1")
@@ -54,23 +54,22 @@ def test_nothing_is_left_of_mixed_traffic(folder, data):
     assert result["pool_at_rest"]["used"] == 0
 
 
-def test_the_soak_finds_a_block_in_use_and_a_wrong_answer(folder, data):
+def test_the_soak_finds_a_block_in_use_and_a_wrong_answer(folder, make_server, monkeypatch):
     traffic = soak.Traffic()
-    with ServerProcess(str(folder), OPTIONS) as server:
+    server = make_server(model=Script("x" * 900, 5, delay=0.01), num_blocks=256)
+    port = int(server.url.rpartition(":")[2])
+    monkeypatch.setattr(soak, "IDLE_LIMIT_S", 0.1)
 
-        async def look_while_one_runs() -> None:
-            body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-            running = asyncio.ensure_future(soak.call(server.port, "POST", soak.COMPLETE, body))
-            while not (await soak._look(server.port))["blocks"]["used"]:
-                await asyncio.sleep(0.01)
-            await soak._rest(server.port, traffic)
-            running.cancel()
+    async def look_while_one_runs() -> None:
+        running = asyncio.ensure_future(
+            soak.call(port, "POST", soak.COMPLETE, {"prompt": "hello", "stream": True})
+        )
+        while not (await soak._look(port))["blocks"]["used"]:
+            await asyncio.sleep(0.01)
+        await soak._rest(port, traffic)
+        running.cancel()
 
-        limit, soak.IDLE_LIMIT_S = soak.IDLE_LIMIT_S, 0.1
-        try:
-            asyncio.run(look_while_one_runs())
-        finally:
-            soak.IDLE_LIMIT_S = limit
+    asyncio.run(look_while_one_runs())
     assert any("blocks are in use" in fault for fault in traffic.faults)
     assert any("sequences_open" in fault for fault in traffic.faults)
     traffic = soak.Traffic(asked=[soak.Asked("x", 4, "surely not this", "length")])

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
+from tiny_encoder import write_tokenizer
 
 from octavo.engine.encoder import EncoderEngine, load_encoder
 from octavo.weights.load import open_checkpoint
@@ -29,24 +29,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_tokenizer(folder: Path) -> None:
-    vocabulary = {w: i for i, w in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    # As published checkpoints have them; neither may reach a text.
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=8)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
-
-
 def checkpoint(folder: Path, name: str, kind: str = "Model", **changes: Any) -> Any:
     """A random model of a family in ``folder``, written by transformers, which is returned."""
     family, fields = FAMILIES[name]
@@ -58,7 +40,7 @@ def checkpoint(folder: Path, name: str, kind: str = "Model", **changes: Any) -> 
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, WORDS)
     return model
 
 

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Callable
 
 from octavo.config import SchedulerConfig
-from octavo.engine.scheduler import Scheduler, SchedulerOutput
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput
 from octavo.request import Request, SamplingParams
 
 

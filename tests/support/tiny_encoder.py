@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_tokenizer(folder: Path) -> None:
-    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
+def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> None:
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(SPECIAL)
@@ -45,6 +46,9 @@ def write_tokenizer(folder: Path) -> None:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
+    # As published checkpoints have them; neither may reach a text.
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
     tokenizer.save(str(folder / "tokenizer.json"))
     roles = {"unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))

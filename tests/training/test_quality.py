@@ -13,7 +13,16 @@ import tiny_encoder
 from octavo.bench import quality
 from octavo.cli.app import exit_code
 
-TINY = quality.QualitySettings(steps=2, seeds=2, batch_size=8, rates=(1, 2), topks=(2, 3), projected_len=4)
+TINY = quality.QualitySettings(
+    steps=2,
+    seeds=2,
+    batch_size=8,
+    rates=(1, 2),
+    topks=(2, 3),
+    projected_len=4,
+    max_tokens=12,
+    recovery_steps=2,
+)
 NAMES = ["mha", "linformer", "c2psa r=1 k=2", "c2psa r=1 k=3", "c2psa r=2 k=2", "c2psa r=2 k=3"]
 
 
@@ -56,7 +65,7 @@ def test_every_attention_with_every_seed_once_and_on_from_where_it_stopped(
     run_one = quality._run_one
 
     def counted(*args: Any) -> dict[str, Any]:
-        ran.append((args[4].name, args[5]))
+        ran.append((args[3].name, args[4]))
         return run_one(*args)
 
     monkeypatch.setattr(quality, "_run_one", counted)

@@ -65,6 +65,23 @@ def test_equal_heads_of_a_group_are_pooled_without_loss(tmp_path: Path, family: 
     torch.testing.assert_close(logits(folder, got.encoder), want, atol=1e-5, rtol=1e-5)
 
 
+@family
+def test_turned_copies_of_a_head_are_found_wherever_they_stand(tmp_path: Path, family: str) -> None:
+    """Heads 0 and 2 are one head in other coordinates, and so are 1 and 3: fewer heads lose nothing."""
+    folder = tiny_encoder.write_encoder(tmp_path, family)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))[0]
+    for name, tensor in tensors.items():
+        if any(part in name for part in (".query.", ".key.", ".value.", ".q_lin.", ".k_lin.", ".v_lin.")):
+            heads = tensor.view(4, 8, -1)
+            tensors[name] = torch.cat([heads[:2], turn @ heads[:2]]).reshape(tensor.shape).contiguous()
+    save_file(tensors, file)
+    want = logits(folder, start(folder).encoder)
+    got = start(folder, kind="c2psa", compress_rate=2, topk=24)
+    torch.testing.assert_close(logits(folder, got.encoder), want, atol=1e-4, rtol=1e-4)
+
+
 def test_the_attention_that_is_asked_for(tmp_path: Path) -> None:
     folder = tiny_encoder.write_encoder(tmp_path)
     kinds = {

@@ -79,6 +79,24 @@ def test_sections_are_named():
         serve.check_sections([])
 
 
+def test_sections_of_an_earlier_run_stay_beside_those_of_this_one(tmp_path: Path):
+    same = {"model": "m", "data": "d", "server_options": [], "machine": {}}
+    first = serve.joined({}, same | {"http": {"cost": 0.5}, "long": [1]}, "one")
+    assert first["commands"] == {"http": "one", "long": "one"}
+    second = serve.joined(first, same | {"long": [2], "rates": []}, "two")
+    assert (second["http"], second["long"], second["rates"]) == ({"cost": 0.5}, [2], [])
+    assert second["commands"] == {"http": "one", "long": "two", "rates": "two"}
+    other = serve.joined(first, same | {"model": "other", "rates": []}, "two")
+    assert "http" not in other
+    assert other["commands"] == {"rates": "two"}
+    path = tmp_path / "serve.json"
+    assert serve.read_earlier(path) == {}
+    path.write_text("{")
+    assert serve.read_earlier(path) == {}
+    path.write_text(json.dumps(second))
+    assert serve.read_earlier(path) == second
+
+
 def test_a_server_that_does_not_start_says_why(tmp_path: Path):
     with pytest.raises(RuntimeError, match=r"did not start: .*nothing-here"):
         ServerProcess(str(tmp_path / "nothing-here"))
@@ -99,6 +117,7 @@ def test_a_quick_run(tmp_path: Path):
         shares=(0.0, 0.9),
         step_ms=(20,),
         long_prompt=256,
+        quiet_s=0.5,
         sections=serve.SECTIONS,
         options=("--threads", "1", "--kv-cache-memory", "8MiB"),
     )

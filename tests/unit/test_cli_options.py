@@ -5,7 +5,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli import bench, options
+from octavo.cli import bench_output, options
 
 
 def test_the_choices_are_those_of_the_engine():
@@ -50,4 +50,6 @@ def test_a_recorded_command_names_no_folder_of_the_machine(monkeypatch):
         "here/x",
     ]
     monkeypatch.setattr("sys.argv", args)
-    assert bench.command_line() == "octavo bench throughput model.gguf '--text=a book.txt' --out here/x"
+    assert (
+        bench_output.command_line() == "octavo bench throughput model.gguf '--text=a book.txt' --out here/x"
+    )

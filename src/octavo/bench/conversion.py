@@ -8,7 +8,7 @@ output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +53,35 @@ def run(
     cases: tuple[Case, ...] = CASES,
     recovery: Recovery,
     threads: int,
+    found: dict[str, Any] | None,
     progress: Progress,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Convert every case in memory; ``save`` is given the result so far after each.
 
+    ``found`` is an earlier result: its cases are kept where text, fitting and the case itself are the same.
     Raises ValueError for a text that is too short.
     """
     words = text.read_text(encoding="utf-8")
-    found: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
     whole = {
         "bench": "conversion",
         "text": text.name,
-        "learning_rate": recovery.learning_rate,
+        "recovery": asdict(recovery),
         "threads": threads,
         "machine": machine(),
         "versions": versions(),
-        "cases": found,
+        "cases": done,
     }
+    same = found is not None and all(found.get(key) == whole[key] for key in ("bench", "text", "recovery"))
+    known = found["cases"] if found is not None and same else []
     with torch_threads(threads):
         for case in cases:
+            told = asdict(replace(case, model=Path(case.model).name))
+            kept = [report for report in known if report["case"] == told]
+            if kept:
+                done.append(kept[0])
+                continue
             options = Options(
                 compress_rate=case.compress_rate,
                 topk=TOPK,
@@ -82,9 +91,11 @@ def run(
                 tokens=case.tokens,
             )
             result = compute(Path(hub.resolve(case.model)), options, progress).report
-            result = {**result, "model": Path(case.model).name, "aligned_no_worse": no_worse(result)}
-            found.append(result)
+            done.append(
+                {**result, "model": told["model"], "case": told, "aligned_no_worse": no_worse(result)}
+            )
             save(whole)
+    save(whole)
     return whole
 
 

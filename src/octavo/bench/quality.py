@@ -3,6 +3,9 @@
 All get the same rows, steps, batches and learning rate. A seed decides which fifth of the rows is held out,
 the order of the rest, dropout and what is random in the weights, for all alike; so differences are taken seed
 by seed, which takes out how hard a split is. Their standard error is that of the mean of those differences.
+
+C2PSA with fewer heads starts from a converted model, as ``octavo convert --distill`` makes it: its heads are
+aligned, pooled and fitted layer by layer to the texts that are trained on, without their labels.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +23,10 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from octavo.bench.machine import machine, torch_threads, versions
-from octavo.training.data import Example, read_tsv, split
+from octavo.convert.recover import Recovery
+from octavo.convert.run import Options, convert
+from octavo.nn.c2psa import resolve_compress_rate
+from octavo.training.data import LabelledData, read_tsv, split
 from octavo.training.run import train
 from octavo.training.settings import AttentionChoice, TrainSettings
 from octavo.training.start import start_from
@@ -35,7 +42,10 @@ MHA, LINFORMER = "mha", "linformer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualitySettings:
-    """``rows`` None takes all. ``rates`` and ``topks`` are crossed."""
+    """``rows`` None takes all. ``rates`` and ``topks`` are crossed.
+
+    ``recovery_steps`` of Adam a layer, at ``recovery_lr``, and ``recovery_tokens`` of text fit fewer heads.
+    """
 
     steps: int = 200
     seeds: int = 3
@@ -46,10 +56,14 @@ class QualitySettings:
     rates: tuple[int, ...] = (1, 2, 4)
     topks: tuple[int, ...] = (8, 32)
     projected_len: int = 32
+    recovery_steps: int = 60
+    recovery_lr: float = 1e-3
+    recovery_tokens: int = 16_384
     threads: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seeds", "batch_size", "max_tokens", "projected_len", "threads"):
+        names = ("steps", "seeds", "batch_size", "max_tokens", "projected_len", "recovery_tokens", "threads")
+        for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.rows is not None and self.rows < 10:
@@ -108,13 +122,17 @@ def run(
     _check(model, settings)
     known = _known_runs(found, result)
     todo = [(seed, variant) for seed in range(settings.seeds) for variant in variants(settings)]
-    for number, (seed, variant) in enumerate(todo, 1):
-        done = known.get((variant.name, seed))
-        if done is None:
-            done = _run_one(model, examples, data.stem, settings, variant, seed)
-            report(f"run {number} of {len(todo)}: {variant.name}, seed {seed}: {done[METRIC]:.4f}")
-        result["runs"].append(done)
-        save(result)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (seed, variant) in enumerate(todo, 1):
+            done = known.get((variant.name, seed))
+            if done is None:
+                labelled = split(examples, data.stem, HELD_OUT, seed)
+                start = _start(model, labelled, settings, variant, Path(folder) / f"seed-{seed}")
+                done = {"variant": variant.name, "seed": seed}
+                done |= _run_one(start, labelled, settings, variant, seed)
+                report(f"run {number} of {len(todo)}: {variant.name}, seed {seed}: {done[METRIC]:.4f}")
+            result["runs"].append(done)
+            save(result)
     result["summary"] = summary(result["runs"], settings)
     result["goals"] = goals(result["summary"], settings)
     result["complete"] = True
@@ -126,7 +144,11 @@ def _check(model: str, settings: QualitySettings) -> None:
     """An attention that does not fit the model is refused before the first run, not after an hour."""
     checkpoint = open_checkpoint(hub.resolve(model))
     for variant in variants(settings):
-        start_from(checkpoint, ("0", "1"), variant.choice, TrainSettings())
+        rate = variant.choice.compress_rate or 1
+        if rate == 1:
+            plain = start_from(checkpoint, ("0", "1"), variant.choice, TrainSettings())
+        else:
+            resolve_compress_rate(plain.config.num_heads, rate)
 
 
 def _known_runs(
@@ -141,15 +163,34 @@ def _known_runs(
     return {(run["variant"], run["seed"]): run for run in found["runs"]}
 
 
+def _start(
+    model: str, data: LabelledData, settings: QualitySettings, variant: Variant, folder: Path
+) -> str | Path:
+    """The checkpoint that a run starts from; a conversion is made once in ``folder`` for all budgets."""
+    rate = variant.choice.compress_rate or 1
+    if rate == 1:
+        return model
+    made = folder / f"rate-{rate}"
+    if not made.exists():
+        folder.mkdir(exist_ok=True)
+        options = Options(
+            compress_rate=rate,
+            topk=max(settings.topks),
+            text=" ".join(
+                row.text if isinstance(row.text, str) else " ".join(row.text) for row in data.train
+            ),
+            recovery=Recovery(steps=settings.recovery_steps, learning_rate=settings.recovery_lr),
+            window=settings.max_tokens,
+            tokens=settings.recovery_tokens,
+        )
+        with torch_threads(settings.threads):
+            convert(Path(hub.resolve(model)), made, options, lambda what, steps: lambda: None)
+    return made
+
+
 def _run_one(
-    model: str,
-    examples: Sequence[Example],
-    name: str,
-    settings: QualitySettings,
-    variant: Variant,
-    seed: int,
+    model: str | Path, data: LabelledData, settings: QualitySettings, variant: Variant, seed: int
 ) -> dict[str, Any]:
-    data = split(tuple(examples), name, HELD_OUT, seed)
     per_epoch = math.ceil(len(data.train) / settings.batch_size)
     told = TrainSettings(
         epochs=math.ceil(settings.steps / per_epoch),
@@ -166,8 +207,6 @@ def _run_one(
         made = train(model, data, None, told, variant.choice, say=lambda line: None)
     last = made["measured"][-1]["held out"]
     return {
-        "variant": variant.name,
-        "seed": seed,
         METRIC: last[METRIC],
         "f1_macro": last["f1_macro"],
         "last_loss": made["last_loss"],

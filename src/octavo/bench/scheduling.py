@@ -12,7 +12,8 @@ from itertools import count
 from typing import Any
 
 from octavo.config import SchedulerConfig
-from octavo.engine.scheduler import Scheduler, SchedulerOutput
+from octavo.engine.scheduler import Scheduler
+from octavo.engine.step import SchedulerOutput
 from octavo.request import Request, SamplingParams
 
 BLOCK_SIZE = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from octavo.bench.serve_load import Chat, Load, arriving, at_once, read_chats
 FIRST_TOKEN_LIMIT_S, GAP_LIMIT_S = 2.0, 0.15
 HTTP_STREAMS, HTTP_PROMPT, HTTP_TOKENS = 32, 64, 64
 LONG_PROMPT, LONG_STREAMS = 4096, 16
-#: Tokens that each stream has when the long prompt's clock starts, and seconds of quiet before it comes.
+#: Tokens that each stream has when the clock starts, and seconds of quiet before the long prompt comes.
 LONG_WARM_TOKENS, LONG_QUIET_S = 8, 4.0
 
 
@@ -37,6 +38,7 @@ class Settings:
     repeats: int = 3
     max_turns: int = 6
     long_prompt: int = LONG_PROMPT
+    quiet_s: float = LONG_QUIET_S
     sections: tuple[str, ...]
     options: tuple[str, ...] = ()
 
@@ -146,6 +148,25 @@ def run(
     return result
 
 
+def read_earlier(path: Path) -> dict[str, Any]:
+    """The result in ``path``; empty where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def joined(earlier: dict[str, Any], result: dict[str, Any], command: str) -> dict[str, Any]:
+    """``result`` and those sections of ``earlier`` that it has not, if they are of the same model, data and
+    options. ``commands`` says how each section was measured."""
+    commands = {name: command for name in SECTIONS if name in result}
+    if any(earlier.get(name) != result[name] for name in ("model", "data", "server_options", "machine")):
+        return {"commands": commands} | result
+    kept = {name: earlier[name] for name in (*SECTIONS, "start_s") if name in earlier}
+    return {"commands": earlier.get("commands", {}) | commands} | kept | result
+
+
 async def _load(port: int, chats: Sequence[Chat], name: str, value: float, seconds: float) -> dict[str, Any]:
     await call(port, "DELETE", "/v1/cache")
     load = Load(port, chats, value if name == "shares" else 0.5)
@@ -242,10 +263,11 @@ def completion_body(prompt: list[int] | str, num_tokens: int) -> dict[str, Any]:
 def _long(settings: Settings, chats: Sequence[Chat], step_ms: int) -> dict[str, Any]:
     text = " ".join(ask for chat in chats for ask, _ in chat.turns)
     with ServerProcess(settings.model, [*settings.options, "--step-ms", str(step_ms)]) as server:
-        return {"step_ms": step_ms, **asyncio.run(_long_prompt(server.port, text, settings.long_prompt))}
+        return {"step_ms": step_ms, **asyncio.run(_long_prompt(server.port, text, settings))}
 
 
-async def _long_prompt(port: int, text: str, length: int) -> dict[str, Any]:
+async def _long_prompt(port: int, text: str, settings: Settings) -> dict[str, Any]:
+    length = settings.long_prompt
     found = (await call(port, "POST", "/tokenize", {"prompt": text})).json()
     ids = found["tokens"]
     need = length + max(length, LONG_STREAMS * HTTP_PROMPT)
@@ -272,7 +294,7 @@ async def _long_prompt(port: int, text: str, length: int) -> dict[str, Any]:
                 raise RuntimeError(f"a stream ended too early: {ended.status} {ended.body[:200]!r}")
             await asyncio.sleep(0.01)
         quiet = time.perf_counter()
-        await asyncio.sleep(LONG_QUIET_S)
+        await asyncio.sleep(settings.quiet_s)
         came = time.perf_counter()
         took = await _first_token(port, ids[-length:])
         assert not any(reply.done for reply in streams), "a stream ended too early"

@@ -23,7 +23,8 @@ _COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()", "serve"
 
 
 class ServerProcess:
-    """``octavo serve`` on a free port of 127.0.0.1; ``start_s`` is the time until it was ready.
+    """``octavo serve`` on a free port of 127.0.0.1; ``start_s`` is the time until it was ready, and
+    ``start_cpu_s`` the CPU time that it took.
 
     Raises RuntimeError, with the last line that it wrote, when it does not come up.
     """
@@ -38,6 +39,7 @@ class ServerProcess:
         )
         self.port = self._wait_for_port(start + START_LIMIT_S)
         self.start_s = time.monotonic() - start
+        self.start_cpu_s = self.cpu_seconds()[1]
 
     def _wait_for_port(self, deadline: float) -> int:
         while time.monotonic() < deadline and self.process.poll() is None:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from octavo.cli import bench_quality
 from octavo.cli import options as opt
+from octavo.cli.bench_output import RESULTS, TEXT, Out, command_line, console, names, reporter, write_json
 from octavo.cli.errors import USAGE, plainly
 from octavo.weights.hub import DEFAULT_MODEL
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 app = typer.Typer(
     help="Measure attention, linear layers, scaling, throughput, serving, quality: a table and JSON each."
 )
 
-RESULTS = Path("benchmarks/results")
-TEXT = Path("benchmarks/data/moby-dick-300k.txt")
 PEERS = Path(".peers")
 CHATS = Path("conversations.jsonl")
 
-Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where the JSON and the plot go.")]
+app.command("perplexity")(bench_quality.perplexity)
+app.command("quality")(bench_quality.quality)
+app.command("conversion")(bench_quality.conversion)
+app.command("c2psa")(bench_quality.c2psa)
+
+Chats = Annotated[
+    Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
+]
 
 
 @app.command("attention")
@@ -54,7 +55,7 @@ def attention(
             output=out,
             rounds=rounds,
             quick=quick,
-            console=_console(),
+            console=console(),
         )
 
 
@@ -79,7 +80,7 @@ def topk(
             topk=attn_topk,
             rounds=rounds,
             quick=quick,
-            console=_console(),
+            console=console(),
         )
 
 
@@ -109,7 +110,7 @@ def linear(
             rounds=rounds,
             quick=quick,
             isa=isa,
-            console=_console(),
+            console=console(),
         )
 
 
@@ -141,7 +142,7 @@ def scaling(
             token_budget=token_budget,
             output=out,
             quick=quick,
-            console=_console(),
+            console=console(),
         )
 
 
@@ -188,22 +189,19 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
 
     Each row and workload runs in a process of its own, greedy, with weights from the one model.
     """
-    from rich.console import Console
-
     from octavo.bench import throughput as bench
     from octavo.bench import throughput_report
     from octavo.engine.resources import usable_cpus
 
-    console = Console(stderr=True, soft_wrap=True)
     with plainly(USAGE):
         settings = bench.Settings(
             model=model,
             text=text,
-            keys=_names(workloads),
+            keys=names(workloads),
             threads=threads or usable_cpus(),
             peers_dir=peers_dir,
-            ours=_names(ours),
-            against=_names(against),
+            ours=names(ours),
+            against=names(against),
             repeats=repeats,
             peer_repeats=peer_repeats,
             limit_s=limit,
@@ -220,21 +218,19 @@ def throughput(  # noqa: PLR0913  (each argument is an option of the command)
         result = bench.run(
             settings,
             command_line(),
-            report=lambda line: console.print(line, style="dim", markup=False),
+            report=reporter(),
             save=lambda so_far: write_json(out / "throughput.json", so_far),
         )
         throughput_report.plot(result, out / "throughput.png")
     for table in throughput_report.tables(result):
-        _console().print(table)
+        console().print(table)
     print(f"written: {out / 'throughput.json'}, {out / 'throughput.png'}")
 
 
 @app.command("serve")
 def serve(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     sections: Annotated[
         str, typer.Option(metavar="NAMES", help="Which to run, separated by commas.")
     ] = "rates,streams,shares,http,long",
@@ -248,48 +244,42 @@ def serve(
 
     rates: chats that arrive at random. streams: so many chats at once. shares: how much of the system prompt
     all have in common. http: what HTTP costs beside the offline engine. long: a long prompt into 16 answers.
+    Sections of the same model that are in serve.json already, and are not measured now, stay there.
     """
-    from rich.console import Console
-
     from octavo.bench import serve as bench
     from octavo.bench import serve_report
     from octavo.bench.own_process import sigterm_unwinds
     from octavo.engine.resources import usable_cpus
 
-    console = Console(stderr=True, soft_wrap=True)
     with plainly(USAGE):
-        names = _names(sections)
-        bench.check_sections(names)
+        bench.check_sections(chosen := names(sections))
         settings = bench.Settings(
             model=model,
             data=data,
             seconds=seconds,
             repeats=repeats,
-            sections=tuple(names),
+            sections=tuple(chosen),
             options=("--threads", str(threads or usable_cpus())),
             **bench.QUICK if quick else {},
         )
     with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
+        earlier = bench.read_earlier(path := out / "serve.json")
         result = bench.run(
             settings,
-            report=lambda line: console.print(line, style="dim", markup=False),
-            save=lambda so_far: write_json(out / "serve.json", {"command": command_line()} | so_far),
+            report=reporter(),
+            save=lambda so_far: write_json(path, bench.joined(earlier, so_far, command_line())),
         )
-        written = [out / "serve.json"]
-        if serve_report.plot(result, out / "serve.png"):
-            written.append(out / "serve.png")
+        drawn = serve_report.plot(bench.joined(earlier, result, command_line()), out / "serve.png")
     for table in serve_report.tables(result):
-        _console().print(table)
-    print(f"written: {', '.join(map(str, written))}")
+        console().print(table)
+    print(f"written: {path}" + f", {out / 'serve.png'}" * drawn)
 
 
 @app.command("soak")
 def soak(
     model: opt.Model = DEFAULT_MODEL,
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = CHATS,
+    data: Chats = CHATS,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long clients come.")] = 10.0,
     clients: Annotated[int, typer.Option(min=1, help="Clients at a time.")] = 24,
     out: Out = RESULTS,
@@ -299,17 +289,14 @@ def soak(
     Fails when a block is lost, memory grew, an answer at temperature 0 is not the offline engine's, a call
     got anything but what it should, or a restart after a kill takes more than 5 seconds.
     """
-    from rich.console import Console
-
     from octavo.bench import soak as bench
     from octavo.bench.own_process import sigterm_unwinds
 
-    console = Console(stderr=True, soft_wrap=True)
     with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
         result = bench.run(
             bench.Settings(model=model, data=data, minutes=minutes, num_clients=clients),
-            report=lambda line: console.print(line, style="dim", markup=False),
+            report=reporter(),
         )
         write_json(out / "soak.json", {"command": command_line()} | result)
     for sentence in result["faults"]:
@@ -320,185 +307,3 @@ def soak(
         f"restart {result['restart_s']} s; written: {out / 'soak.json'}"
     )
     raise typer.Exit(0 if result["passed"] else 1)
-
-
-@app.command("perplexity")
-def perplexity(
-    model: opt.Model = DEFAULT_MODEL,
-    text: Annotated[Path, typer.Option(metavar="FILE", help="The text that is scored.")] = TEXT,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Ways of keeping the weights, by commas; q8_0/int8 has activations in int8 too. "
-            "The first is the measure.",
-        ),
-    ] = "float32,q8_0,q4_1",
-    window: Annotated[int, typer.Option(min=2, help="Tokens of a window; its second half is scored.")] = 2048,
-    max_windows: Annotated[
-        int | None, typer.Option(min=1, help="Score no more than this many windows.")
-    ] = None,
-    out: Out = RESULTS,
-    threads: opt.Threads = None,
-) -> None:
-    """What it costs in quality to quantise a model at load, or its activations.
-
-    Needs a checkpoint of float weights for q8_0 and q4_1, such as a folder of safetensors.
-    """
-    from rich.console import Console
-
-    from octavo.bench import perplexity as bench
-
-    console = Console(stderr=True, soft_wrap=True)
-    with plainly():
-        out.mkdir(parents=True, exist_ok=True)
-        result = bench.run(
-            model,
-            [name.strip() for name in weights.split(",") if name.strip()],
-            text,
-            window=window,
-            max_windows=max_windows,
-            options={"num_threads": threads, "kv_cache_memory": "1GiB"},
-            report=lambda line: console.print(line, style="dim", markup=False),
-        )
-        write_json(out / "perplexity.json", {"command": command_line()} | result)
-    _console().print(bench.table(result))
-    print(f"written: {out / 'perplexity.json'}")
-
-
-@app.command("quality")
-def quality(  # noqa: PLR0913  (each argument is an option of the command)
-    data: Annotated[
-        Path, typer.Option(metavar="FILE", help="A TSV file of labelled texts: label, text, maybe text2.")
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            metavar="JSON",
-            help="Where the result goes; the runs that it holds already are not run again.",
-        ),
-    ] = RESULTS / "quality.json",
-    model: Annotated[str, typer.Option(metavar="MODEL", help="The encoder that is fine-tuned.")] = "minilm",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each attention.")] = 3,
-    rows: Annotated[int | None, typer.Option(min=10, help="Rows of the file, drawn at random.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 32,
-    lr: Annotated[float, typer.Option(metavar="RATE", help="Highest learning rate, for all.")] = 1e-4,
-    rates: Annotated[str, typer.Option(metavar="NUMBERS", help="compress_rate of C2PSA.")] = "1,2,4",
-    topks: Annotated[str, typer.Option(metavar="NUMBERS", help="topk of C2PSA.")] = "8,32",
-    projected_len: Annotated[int, typer.Option(min=1, help="Rows of Linformer's keys and values.")] = 32,
-    threads: opt.Threads = None,
-) -> None:
-    """What an attention costs in quality: MHA, Linformer and C2PSA fine-tuned on the same rows.
-
-    A fifth of the rows is held out. Runs with all rows and three seeds take one or two hours on two cores.
-    """
-    from rich.console import Console
-
-    from octavo.bench import quality as bench
-    from octavo.engine.resources import usable_cpus
-
-    console = Console(stderr=True, soft_wrap=True)
-    with plainly():
-        settings = bench.QualitySettings(
-            steps=steps,
-            seeds=seeds,
-            rows=rows,
-            batch_size=batch_size,
-            lr=lr,
-            rates=_numbers(rates),
-            topks=_numbers(topks),
-            projected_len=projected_len,
-            threads=threads or usable_cpus(),
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        result = bench.run(
-            model,
-            data,
-            settings,
-            found=json.loads(out.read_text(encoding="utf-8")) if out.is_file() else None,
-            report=lambda line: console.print(line, style="dim", markup=False),
-            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
-        )
-    _console().print(bench.table(result))
-    for goal in result["goals"]:
-        print(f"{goal['goal']}: {goal['found']:+.2f}, {'met' if goal['met'] else 'missed'}")
-    print(f"written: {out}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**9 for word in words):
-        raise ValueError(f"expected whole numbers separated by commas, got {text!r:.100}")
-    return tuple(int(word) for word in words)
-
-
-@app.command("conversion")
-def conversion(
-    text: Annotated[
-        Path, typer.Option(metavar="FILE", help="Fitted to, but for its last fifth, which is measured on.")
-    ] = TEXT,
-    out: Annotated[Path, typer.Option(metavar="JSON", help="The file that is written.")] = RESULTS
-    / "conversion.json",
-    steps: Annotated[int, typer.Option(min=0, help="Steps of Adam a layer.")] = 60,
-    learning_rate: Annotated[float, typer.Option(min=1e-8, max=1.0, help="Adam's, at the start.")] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    scale: Annotated[int, typer.Option(min=1, help="So many times fewer tokens of text.")] = 1,
-    threads: opt.Threads = None,
-) -> None:
-    """What converting models to fewer heads costs: mean-pooled, aligned, and fitted to a text.
-
-    SmolLM2 at rate 3 and MiniLM at rates 2 and 4; takes some minutes.
-    """
-    from octavo.bench import conversion as bench
-    from octavo.cli.convert import bar
-    from octavo.convert.recover import Recovery
-    from octavo.engine.resources import usable_cpus
-
-    with plainly():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        result = bench.run(
-            text,
-            cases=bench.scaled(scale),
-            recovery=Recovery(steps=steps, learning_rate=learning_rate, seed=seed),
-            threads=threads or usable_cpus(),
-            progress=bar,
-            save=lambda so_far: write_json(out, {"command": command_line()} | so_far),
-        )
-    _console().print(bench.table(result))
-    print(f"written: {out}")
-
-
-def _names(text: str) -> list[str]:
-    """Names separated by commas; "none" is none."""
-    names = [name.strip() for name in text.split(",")]
-    return [name for name in names if name and name != "none"]
-
-
-def _console() -> Console:
-    """A pipe has no width: tables must not be cut there."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=180)
-
-
-def command_line() -> str:
-    """The command as it was typed, paths cut to their last part so that a result names no machine."""
-    words = []
-    for word in sys.argv[1:]:
-        option, equals, value = word.partition("=")
-        if equals and option.startswith("--"):
-            words.append(f"{option}={_last_part(value)}")
-        else:
-            words.append(_last_part(word))
-    return shlex.join(["octavo", *words])
-
-
-def _last_part(word: str) -> str:
-    return Path(word).name if Path(word).is_absolute() else word
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli import bench as shared
 from octavo.cli import options as opt
+from octavo.cli.bench_output import RESULTS, Out, command_line, reporter, write_json
 from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
@@ -17,7 +17,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     model: opt.Model = DEFAULT_MODEL,
     data: Annotated[
         Path, typer.Option(metavar="FILE", help="Chats: a JSON list of what was said by turns, a line each.")
-    ] = shared.CHATS,
+    ] = Path("conversations.jsonl"),
     sections: Annotated[
         str, typer.Option(metavar="NAMES", help="Which to run, separated by commas: restart, kills.")
     ] = "restart,kills",
@@ -26,7 +26,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     kills: Annotated[int, typer.Option(min=1, help="Kills at random moments.")] = 200,
     kv_cache_memory: opt.KVCacheMemory = "1GiB",
     kv_dtype: opt.KVDtype = "float32",
-    out: shared.Out = shared.RESULTS,
+    out: Out = RESULTS,
     threads: opt.Threads = None,
 ) -> None:
     """Dialogues across a restart, by way of --cache-dir.
@@ -34,8 +34,6 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     restart: the time to the first token of the next turn after kill -9, from disk and computed again. kills:
     a server that is killed while it writes; it must open its store every time and answer as a cold one does.
     """
-    from rich.console import Console
-
     from octavo.bench import history as bench
     from octavo.bench.own_process import sigterm_unwinds
     from octavo.engine.build import read_tokenizer
@@ -43,7 +41,6 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     from octavo.weights import hub
     from octavo.weights.load import open_checkpoint
 
-    console = Console(stderr=True, soft_wrap=True)
     names = tuple(name.strip() for name in sections.split(","))
     for name in names:
         if name not in bench.SECTIONS:
@@ -53,7 +50,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     written = out / "history_restart.json"
 
     def save(so_far: dict[str, Any]) -> None:
-        shared.write_json(written, {"command": shared.command_line()} | so_far)
+        write_json(written, {"command": command_line()} | so_far)
 
     with plainly(), sigterm_unwinds():
         out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +70,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
         result = bench.run(
             settings,
             read_tokenizer(open_checkpoint(hub.resolve(model))),
-            report=lambda line: console.print(line, style="dim", markup=False),
+            report=reporter(),
             save=save,
         )
     for line in _lines(result):

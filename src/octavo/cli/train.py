@@ -72,7 +72,7 @@ def train(  # noqa: PLR0913  (each argument is an option of the command)
     compress_rate: Annotated[
         int | None,
         typer.Option(
-            help="c2psa: heads that share one projection, at first the heads' mean; "
+            help="c2psa: heads that share one projection, at first aligned and pooled; "
             "by default 2 up to 8 heads, else 4.",
             rich_help_panel=ATTENTION,
         ),

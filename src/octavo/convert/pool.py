@@ -23,8 +23,9 @@ METHODS: tuple[Method, ...] = ("mean", "aligned")
 
 Groups = list[list[int]]
 
-#: Of averaging and turning to the average; the last ones change little.
+#: Of averaging and turning to the average; the last ones change little. Every start gets the first ones.
 _ROUNDS = 60
+_FIRST_ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,8 @@ class _Layer:
             # Heads of one K and V are turned together, so only the choice of query heads is left.
             return min(plain, self._requery(plain), key=lambda found: found.error)
         starts = [plain, *(self._towards(members, reference) for reference in members)]
-        return min((self._settle(start) for start in starts), key=lambda found: found.error)
+        settled = (self._settle(start, _FIRST_ROUNDS) for start in starts)
+        return self._settle(min(settled, key=lambda found: found.error), _ROUNDS)
 
     def _queries(self, members: list[int]) -> list[int]:
         repeats = self.counts.repeats
@@ -187,9 +189,9 @@ class _Layer:
         named = [[queries[i] for i in group] for group in groups]
         return self._group(found.members, named, found.qk, found.vo)
 
-    def _settle(self, found: _Group) -> _Group:
+    def _settle(self, found: _Group, rounds: int) -> _Group:
         """Average and turn to the average, in turns, until it no longer helps (generalised Procrustes)."""
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             qk = turns(*self._qk_targets(found), self.family)
             mean = (found.vo @ self.v[found.members]).mean(0)
             vo = turns(self.v[found.members], mean.expand(len(found.members), -1, -1), "orthogonal")

@@ -31,8 +31,10 @@ inline int32_t order_of(float score) {
     const float x = score + 0.0f;
     int32_t bits;
     __builtin_memcpy(&bits, &x, 4);
+    // A comparison of integers, so that loops over it become vector code.
+    const bool nan = (bits & 0x7fffffff) > 0x7f800000;
     bits ^= (bits >> 31) & 0x7fffffff;
-    return x != x ? 0x7fffffff : bits;
+    return nan ? 0x7fffffff : bits;
 }
 
 inline float score_of(int32_t order) {
@@ -54,8 +56,8 @@ void settle(TopkRow& row, int32_t* order) {
     const int n = row.count, places = row.places;
     if (n <= places) return;
     int32_t low = 0x7fffffff, high = -0x7fffffff - 1;
+    for (int i = 0; i < n; ++i) order[i] = order_of(row.score[i]);
     for (int i = 0; i < n; ++i) {
-        order[i] = order_of(row.score[i]);
         low = order[i] < low ? order[i] : low;
         high = order[i] > high ? order[i] : high;
     }
@@ -77,7 +79,10 @@ void settle(TopkRow& row, int32_t* order) {
     const int higher = bound < 0x7fffffff ? count_from(order, n, bound + 1) : 0;
     int stay = at_least > places ? places - higher : n, kept = 0;
     int32_t lowest = 0x7fffffff;
-    for (int i = 0; i < n; ++i) lowest = order[i] >= bound && order[i] < lowest ? order[i] : lowest;
+    for (int i = 0; i < n; ++i) {
+        const int32_t stays = order[i] >= bound ? order[i] : 0x7fffffff;
+        lowest = stays < lowest ? stays : lowest;
+    }
     // Without branches: which entries win is as good as random.
     for (int i = 0; i < n; ++i) {
         const float score = row.score[i];
@@ -107,17 +112,19 @@ void offer(TopkRow& row, const float* scores, int32_t first, int n, int32_t* ord
     }
     // A later key of the same score as the limit has lost to the earlier ones.
     const F8 limit = set8(row.limit);
-    const auto append = [&](int i) {
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        for (unsigned left = above8(load8(scores + i), limit); left != 0; left &= left - 1) {
+            const int j = i + __builtin_ctz(left);
+            score[count] = scores[j];
+            position[count++] = first + j;
+        }
+    }
+    for (; i < n; ++i) {
         score[count] = scores[i];
         position[count] = first + i;
         count += !(scores[i] <= row.limit);
-    };
-    int i = 0;
-    for (; i + 8 <= n; i += 8) {
-        if (above8(load8(scores + i), limit) == 0) continue;
-        for (int j = i; j < i + 8; ++j) append(j);
     }
-    for (; i < n; ++i) append(i);
     row.count = count;
 }
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from octavo.cache.disk_cache import DiskCache, DiskStats
@@ -27,14 +28,21 @@ from octavo.request import (
 )
 from octavo.tokenizer import IncrementalDetokenizer, Tokenizer
 
+INTERRUPTED = "the step that computed this was interrupted"
+
 
 @dataclass(slots=True)
 class _Choice:
-    """What the engine keeps beside a :class:`Request`: its text and times."""
+    """What the engine keeps beside a :class:`Request`: its text and times.
+
+    ``num_taken`` of the request's output tokens are in the text; ``taking`` while one is added to it.
+    """
 
     request: Request
     detokenizer: IncrementalDetokenizer
     text: str = ""
+    num_taken: int = 0
+    taking: bool = False
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -98,6 +106,13 @@ class Engine:
         self._owner: dict[int, tuple[_Entry, _Choice]] = {}
         #: Entries with something new for the caller.
         self._touched: dict[int, _Entry] = {}
+        #: Last outputs that the last step returned, and those that the next one returns again: their step was
+        #: cut short, so nobody may have them.
+        self._handed_over: list[RequestOutput] = []
+        self._to_repeat: list[RequestOutput] = []
+        self._cut_short = False
+        #: Ids of requests whose step raised.
+        self._blamed: set[int] = set()
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -151,71 +166,102 @@ class Engine:
             if params.logprobs is not None:
                 choice.logprobs = []
             entry.choices.append(choice)
-        for choice in entry.choices:
-            self._scheduler.add(choice.request)
-            self._owner[choice.request.id] = (entry, choice)
-        self._entries[entry_id] = entry
-        self.metrics.prompt_tokens += len(ids)
+        try:
+            with self._whole():
+                for choice in entry.choices:
+                    self._scheduler.add(choice.request)
+                    self._owner[choice.request.id] = (entry, choice)
+                self._entries[entry_id] = entry
+                self.metrics.prompt_tokens += len(ids)
+        except ValueError:
+            self._cut_short = False  # the first choice was refused, so nothing has changed
+            raise
         return entry_id
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; returns the outputs so far (cumulative) of the prompts that it touched.
 
-        An interrupt in the middle (Ctrl-C) is raised; the requests of that step end with an error,
-        which the next step returns, and everything else goes on.
+        An interrupt (Ctrl-C) is raised, wherever it comes. Then all that is cached is forgotten, and the next
+        step goes on with every request from its own tokens; one whose text was just being extended ends with
+        an error. An exception that no single request causes ends the requests of the step so.
         """
+        with self._whole():
+            self._step()
+            outputs = [*self._to_repeat, *(self._output(entry) for entry in self._touched.values())]
+            self._handed_over = [output for output in outputs if output.finished]
+            self._to_repeat = []
+            touched, self._touched = self._touched, {}
+            for entry in touched.values():
+                if entry.finished:
+                    del self._entries[entry.id]
+            return outputs
+
+    def _step(self) -> None:
         start = time.monotonic()
         output = self._scheduler.schedule(None if self._pace is None else self._pace.limit)
-        if output.scheduled:
-            self._note_first_scheduled(output, start)
-            try:
-                self._runner.copy_blocks(output.copies)
-                self._take(output, self._runner.run(output.scheduled))
-            except BaseException:
-                self._drop(output)
-                raise
-            finally:
-                if self._disk is not None:
-                    self._disk.end_reading()
-            self._note_step(output, time.monotonic() - start)
-        elif self._scheduler.has_unfinished():
-            raise RuntimeError("the scheduler found nothing to compute while requests wait")
-        touched, self._touched = self._touched, {}
-        for entry in touched.values():
-            if entry.finished:
-                del self._entries[entry.id]
-        return [self._output(entry) for entry in touched.values()]
+        if not output.scheduled:
+            if self._scheduler.has_unfinished():
+                raise RuntimeError("the scheduler found nothing to compute while requests wait")
+            return
+        self._note_first_scheduled(output, start)
+        try:
+            self._runner.copy_blocks(output.copies)
+            self._take(output, self._runner.run(output.scheduled))
+        except Exception:
+            self._blamed.update(share.request.id for share in output.scheduled)
+            raise
+        finally:
+            if self._disk is not None:
+                self._disk.end_reading()
+        self._note_step(output, time.monotonic() - start)
 
-    def _drop(self, output: SchedulerOutput) -> None:
-        """Half a step is in the cache, or in the answers: nobody may go on from there."""
-        for share in output.scheduled:
-            owner = self._owner.get(share.request.id)
-            if owner is not None:
-                self._fail(*owner, "the step that computed this was interrupted")
-        self._scheduler.drop(output)
-        if self._disk is not None:
-            self._disk.take_sealed()
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done within is done to its end; else the next thing that is done here starts over."""
+        if self._cut_short:
+            self._start_over()
+        self._cut_short = True
+        yield
+        self._cut_short = False
+
+    def _start_over(self) -> None:
+        """Trusts nothing but the requests, and the tokens that are in their texts."""
+        live = [(e, c) for e in self._entries.values() for c in e.choices if c.finish_reason is None]
+        self._owner = {choice.request.id: (entry, choice) for entry, choice in live}
+        self._scheduler.start_over([(choice.request, choice.num_taken) for _, choice in live])
+        for entry, choice in live:
+            if choice.taking or choice.request.id in self._blamed:
+                self._fail(entry, choice, INTERRUPTED)
+        for entry in self._entries.values():
+            if entry.finished:  # and not handed over, or it would be gone
+                self._touched[entry.id] = entry
+        self._blamed.clear()
+        self._to_repeat, self._handed_over = [*self._to_repeat, *self._handed_over], []
+        self._cut_short = False
 
     def abort(self, entry_id: int) -> RequestOutput | None:
         """End a request now; its blocks are free at the next step. Returns what it had, or None when
         there is no such request or it has ended already."""
-        entry = self._entries.get(entry_id)
-        if entry is None:
-            return None
-        for choice in entry.choices:
-            if choice.finish_reason is None:
-                self._scheduler.finish(choice.request, "abort")
-                self._close(entry, choice)
-        self._touched.pop(entry_id, None)
-        del self._entries[entry_id]
+        with self._whole():
+            entry = self._entries.get(entry_id)
+            if entry is None:
+                return None
+            for choice in entry.choices:
+                if choice.finish_reason is None:
+                    self._scheduler.finish(choice.request, "abort")
+                    self._close(entry, choice)
+            self._touched.pop(entry_id, None)
+            del self._entries[entry_id]
         return self._output(entry)
 
     def has_unfinished(self) -> bool:
-        return bool(self._entries)
+        """Whether a step has something to compute, or to hand over."""
+        return bool(self._entries or self._to_repeat or self._cut_short)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, in memory and on disk; what runs goes on with its own blocks."""
-        self._scheduler.reset_prefix_cache()
+        with self._whole():
+            self._scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Save what waits to be saved and give the cache folder free; a no-op without one. The engine is not
@@ -297,6 +343,7 @@ class Engine:
     def _accept(self, entry: _Entry, choice: _Choice, result: StepResult, now: float) -> None:
         """Book one sampled token, and end the choice when it completes a stop string."""
         request = choice.request
+        choice.taking = True
         self._note_token_time(entry, choice, now)
         ended_by_token = request.finished and request.finish_reason == "stop"
         try:
@@ -315,6 +362,7 @@ class Engine:
         if hit is not None:
             choice.finish_reason, choice.stop_reason = "stop", hit
             self._scheduler.finish(request, "stop", stop_reason=hit)
+        choice.num_taken, choice.taking = len(request.output_token_ids), False
         if request.finished:
             self._close(entry, choice)
         elif request.params.guide is not None:

@@ -34,6 +34,7 @@ from octavo.request import Guide, Logprob, SamplingParams
 LOGPROB_FLOOR = -9999.0
 
 NOT_FINITE = "the model's logits for this request are not finite"
+IMPOSSIBLE_GRAMMAR = "the grammar cannot be followed"
 NOTHING_LEFT = "logit_bias, min_tokens and the grammar together forbid every token of the vocabulary"
 
 
@@ -94,7 +95,9 @@ def sample(
                 errors[i] = NOTHING_LEFT if value == -math.inf else NOT_FINITE
 
     drawn = [i for i in usable if errors[i] is None and not rows[i].params.greedy]
-    ids = kernel.draw([moved.get(i, table[i]) for i in drawn], [_draw(rows[i]) for i in drawn], pool)
+    ids = kernel.draw(
+        [moved.get(i, table[i]) for i in drawn], [_draw(rows[i], table.shape[1]) for i in drawn], pool
+    )
     for i, token in zip(drawn, ids.tolist(), strict=True):
         tokens[i] = token
     for i, error in enumerate(errors):
@@ -189,8 +192,10 @@ def _allowed(guide: Guide, row: SamplingRow, size: int) -> np.ndarray:
     """[size] bool. A guide that knows fewer tokens forbids the rest."""
     try:
         bits = guide.allowed(row.choice, row.output_token_ids)
+    except ValueError as error:
+        raise GuideError(f"{IMPOSSIBLE_GRAMMAR}: {error}") from error
     except Exception as error:
-        raise GuideError(f"the grammar failed: {error}") from error
+        raise GuideError(f"the grammar failed: {type(error).__name__}: {error}") from error
     mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little", count=size)
     return mask.astype(bool)
 
@@ -207,11 +212,11 @@ def _penalize(x: np.ndarray, row: SamplingRow) -> None:
         x[ids] -= (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
 
 
-def _draw(row: SamplingRow) -> kernel.Draw:
+def _draw(row: SamplingRow, width: int) -> kernel.Draw:
     p = row.params
     return kernel.Draw(
         temperature=p.temperature,
-        top_k=p.top_k,
+        top_k=min(p.top_k, width),  # beyond it there is nothing to leave out, whatever number was given
         top_p=p.top_p,
         min_p=p.min_p,
         key=noise_key(row.seed, row.choice, len(row.output_token_ids)),

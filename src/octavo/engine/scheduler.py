@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.cache.block_pool import BlockPool
@@ -12,7 +13,6 @@ from octavo.config import SchedulerConfig
 from octavo.engine.step import (
     BlockCopy,
     BlockLoad,
-    BlockOwner,
     CacheView,
     ScheduledRequest,
     SchedulerOutput,
@@ -24,14 +24,6 @@ from octavo.request import Request, Status
 
 if TYPE_CHECKING:
     from octavo.cache.disk_cache import DiskCache
-
-__all__ = [
-    "BlockCopy",
-    "ScheduledRequest",
-    "Scheduler",
-    "SchedulerOutput",
-    "SchedulerStats",
-]
 
 #: Waiting requests looked at in one step, so that its cost does not grow with the queue.
 MAX_LOOKED_AT = 64
@@ -84,14 +76,15 @@ class Scheduler:
         self._config = config
         self._max_model_len = config.max_model_len
         self._block_size = block_size
-        self._pool = BlockPool(num_blocks)
-        self._cache = PrefixCache(
+        self._new_cache = partial(
+            PrefixCache,
             block_size=block_size,
             num_blocks=num_blocks,
             fingerprint=fingerprint,
             enabled=prefix_cache,
             hash_function=hash_function,
         )
+        self._pool, self._cache = BlockPool(num_blocks), self._new_cache()
         self._disk = disk
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
@@ -117,16 +110,41 @@ class Scheduler:
             )
         if request.id in self._entries or request.status is not Status.WAITING:
             raise ValueError(f"request id {request.id} is in use: ids are never reused")
+        self._push(request)
+
+    def _push(self, request: Request) -> None:
+        prompt, capacity = len(request.prompt_token_ids), self._pool.num_blocks * self._block_size
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
-            chain=self._cache.chain(request.prompt_token_ids, request.cache_salt, request.attn_policy),
+            chain=self._cache.chain(request.token_ids, request.cache_salt, request.attn_policy),
             stop_ids=frozenset(request.params.stop_token_ids or ()),
             # The last token sampled is never computed.
             last_position=max(prompt, most - 1),
         )
         self._entries[request.id] = entry
         self._waiting.push(entry)
+
+    def start_over(self, requests: Iterable[tuple[Request, int]]) -> None:
+        """Forget all blocks and what is cached; ``requests``, and no others, wait to be computed again, each
+        from its prompt and so many of its output tokens.
+
+        After anything here was cut short half way: it trusts nothing but the requests, and may itself be cut
+        short and called again.
+        """
+        cache = self._new_cache()
+        cache.num_evictions = self._cache.num_evictions
+        self._pool, self._cache = BlockPool(self._pool.num_blocks), cache
+        self._entries, self._running, self._waiting = {}, [], WaitingQueue()
+        self._under_way = None
+        if self._disk is not None:
+            self._disk.start_over()
+        for request, num_output_tokens in requests:
+            del request.output_token_ids[num_output_tokens:]
+            request.block_table, request.num_computed_tokens = [], 0
+            request.finish_reason = request.stop_reason = None
+            request.status = Status.WAITING if request.num_cached_tokens is None else Status.PREEMPTED
+            self._push(request)
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
         """End a request in any state and free its blocks at once; a no-op when it has finished.
@@ -214,12 +232,6 @@ class Scheduler:
             if request.finished:
                 done.append(request)
         return done
-
-    def drop(self, output: SchedulerOutput) -> None:
-        """Forget a step that was cut short, in place of :meth:`update` or within it; its requests
-        have finished."""
-        assert all(share.request.finished for share in output.scheduled)
-        self._under_way = None
 
     def _schedule_share(self, entry: Entry, step: StepDraft) -> None:
         """Give a running request what the budget and the blocks allow; it pauses when that is none."""
@@ -496,17 +508,8 @@ class Scheduler:
 
     def view(self) -> CacheView:
         """Every block of the pool, and who holds it; a copy."""
-        refs, parents = list(self._pool.refs), self._cache.parents()
-        return CacheView(
-            block_size=self._block_size,
-            refs=refs,
-            cached=[block in parents for block in range(len(refs))],
-            parents=[parents.get(block, -1) for block in range(len(refs))],
-            owners=[
-                BlockOwner(e.request.label, e.request.cache_salt, list(e.request.block_table))
-                for e in self._running
-            ],
-        )
+        requests = [entry.request for entry in self._running]
+        return CacheView.of(self._block_size, self._pool.refs, self._cache.parents(), requests)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""

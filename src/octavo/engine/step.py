@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from octavo.request import Request
@@ -102,6 +103,20 @@ class CacheView:
     cached: list[bool]
     parents: list[int]
     owners: list[BlockOwner]
+
+    @classmethod
+    def of(
+        cls, block_size: int, refs: Sequence[int], parents: Mapping[int, int], running: Sequence[Request]
+    ) -> CacheView:
+        """``parents`` has the cached blocks only; ``running`` are the requests that hold blocks."""
+        blocks = range(len(refs))
+        return cls(
+            block_size=block_size,
+            refs=list(refs),
+            cached=[block in parents for block in blocks],
+            parents=[parents.get(block, -1) for block in blocks],
+            owners=[BlockOwner(r.label, r.cache_salt, list(r.block_table)) for r in running],
+        )
 
 
 @dataclass(slots=True)

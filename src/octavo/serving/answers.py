@@ -58,9 +58,22 @@ class CompletionForm:
 
     whole_object = chunk_object = "text_completion"
 
+    @staticmethod
+    def prompt_ids(output: RequestOutput) -> dict[str, Any]:
+        """Nothing: a call may have several prompts, so each choice has its own."""
+        return {}
+
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[Prompt], *, n: int, echo: bool, logprobs: int | None
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        *,
+        n: int,
+        echo: bool,
+        logprobs: int | None,
+        token_ids: bool,
     ) -> None:
+        self.token_ids = token_ids
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
@@ -97,13 +110,17 @@ class CompletionForm:
                 entries = [*output.prompt_logprobs, *entries]
                 offset = 0
             logprobs = completion_logprobs(self._tokenizer, ids, entries, self._logprobs, offset)
-        return {
+        found = {
             "index": place * self._n + choice.index,
             "text": head + choice.text[sent.characters :],
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if self.token_ids:
+            found["token_ids"] = choice.token_ids[sent.tokens :]
+            found["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return found
 
 
 class ChatForm:
@@ -112,10 +129,15 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, *, logprobs: int | None, tools: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, logprobs: int | None, tools: bool, token_ids: bool) -> None:
+        self.token_ids = token_ids
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._tools = tools
+
+    def prompt_ids(self, output: RequestOutput) -> dict[str, Any]:
+        """What ``return_token_ids`` adds to the answer, or to its first chunk."""
+        return {"prompt_token_ids": output.prompt_token_ids} if self.token_ids else {}
 
     def choice(self, place: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, Any]:
         """A whole choice."""
@@ -128,13 +150,14 @@ class ChatForm:
             if parser.calls:
                 message["tool_calls"] = parser.calls
                 reason = "tool_calls" if reason == "stop" else reason
-        return {
+        found = {
             "index": choice.index,
             "message": message,
             "logprobs": self._scored(choice, 0),
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
+        return {**found, "token_ids": choice.token_ids} if self.token_ids else found
 
     def pieces(
         self, place: int, output: RequestOutput, choice: CompletionOutput, sent: _Sent
@@ -154,7 +177,10 @@ class ChatForm:
         for number, delta in enumerate(deltas):
             last = number == len(deltas) - 1
             scored = self._scored(choice, sent.tokens) if last else None
-            yield self._piece(choice, delta, scored, reason if last else None)
+            piece = self._piece(choice, delta, scored, reason if last else None)
+            if self.token_ids:
+                piece["token_ids"] = choice.token_ids[sent.tokens :] if last else []
+            yield piece
 
     def _piece(
         self, choice: CompletionOutput, delta: dict[str, Any], logprobs: Any, reason: str | None
@@ -192,10 +218,12 @@ class Chunks:
             sent.characters = len(choice.text)
             if not pieces:
                 continue
+            prompt = self.form.prompt_ids(output) if not sent.started else {}
             sent.tokens = len(choice.token_ids)
             sent.started, sent.ended = True, choice.finish_reason is not None
             for piece in pieces:
-                yield self._chunk([piece], None)
+                yield self._chunk([piece], None) | prompt
+                prompt = {}
 
     def last(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The chunk after all others, with no choices but the usage."""
@@ -213,4 +241,5 @@ def whole(form: Form, head: Head, outputs: Sequence[RequestOutput]) -> dict[str,
         for place, output in enumerate(outputs)
         for choice in output.outputs
     ]
-    return {**head.fields(), "choices": choices, "usage": usage(outputs)}
+    prompt = form.prompt_ids(outputs[0])
+    return {**head.fields(), "choices": choices, "usage": usage(outputs), **prompt}

@@ -12,12 +12,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.staticfiles import StaticFiles
 
 from octavo.serving import cache_view, logs, metrics, protocol
 from octavo.serving.async_engine import EngineStoppedError
 from octavo.serving.embeddings import Embeddings
-from octavo.serving.errors import ApiError
+from octavo.serving.errors import INTERNAL, ApiError
 from octavo.serving.middleware import ID, SALT, ApiKeys, App, BodyLimit, RequestId
 from octavo.serving.openai import OpenAI
 from octavo.serving.service import Answer, Caller, Service
@@ -90,7 +91,11 @@ async def _body(request: Request, kind: type[T]) -> T:
         raise ApiError(
             f"the body must be JSON with Content-Type: application/json, got {content_type!r:.60}", 415
         )
-    value: T = protocol.decode(await request.body(), kind)
+    try:
+        body = await request.body()
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    value: T = protocol.decode(body, kind)
     return value
 
 
@@ -246,6 +251,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=CLIENT_CLOSED)
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return _json(ApiError(INTERNAL, 500).body(), 500)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -45,9 +45,10 @@ class Grammars:
         if not self._eos:
             raise ApiError("this model has no end token, which a grammar needs", param=param)
         matcher = LLMatcher(self._index(), grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some find out only now that they are too large
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())[:300]
-            raise ApiError(f"{param} is not possible: {reason}", param=param)
+            raise ApiError(f"{param} is not possible: {_reason(matcher)}", param=param)
         return GrammarGuide(matcher, self._pool.submit)
 
     def _index(self) -> LLTokenizer:
@@ -113,9 +114,14 @@ class GrammarGuide:
 
 def _next_mask(matcher: LLMatcher, tokens: list[int]) -> bytes:
     if tokens and not matcher.consume_tokens(tokens):
-        raise ValueError(" ".join(matcher.get_error().split())[:300])
+        raise ValueError(_reason(matcher))
     mask: bytes = matcher.compute_bitmask()
     return mask
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Its error in one line, without the parser's own state behind it."""
+    return " ".join(matcher.get_error().split()).partition(" <state>")[0][:300]
 
 
 def of_format(wanted: ResponseFormat | None) -> str | None:

@@ -20,6 +20,8 @@ MAX_CHOICES = MAX_N
 MAX_TOOLS = 128
 #: The longest tokens of real vocabularies are runs of some 130 spaces or dashes.
 MAX_CHARACTERS_PER_TOKEN = 256
+#: What a chat says by fields of its own, and not by chat_template_kwargs.
+OWN_FIELDS = ("messages", "tools", "add_generation_prompt", "add_bos", "self")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,21 +196,32 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Tool] = (),
-    **variables: Any,
+    variables: Mapping[str, Any] | None = None,
 ) -> Prompt:
     """Token ids of a conversation through the model's template (in a worker thread).
 
-    Tools that leave no trace in the prompt are refused: the template has no place for them.
+    ``variables`` are more for the template. Tools that leave no trace in the prompt are refused: the
+    template has no place for them.
     """
+    if len(messages) > max_model_len:
+        raise ApiError(
+            f"there are {len(messages)} messages, more than {max_model_len} tokens (max_model_len) can hold",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    more = dict(variables or {})
+    for name in OWN_FIELDS:
+        if name in more:
+            raise ApiError(f"chat_template_kwargs cannot set {name!r}", param=f"chat_template_kwargs.{name}")
     plain = [plain_message(message, i) for i, message in enumerate(messages)]
     num_characters = sum(len(m["content"]) for m in plain if isinstance(m.get("content"), str))
     check_length(num_characters, max_model_len)
     try:
-        ids = tokenizer.apply_chat_template(plain, add_generation_prompt, **variables)
+        ids = tokenizer.apply_chat_template(plain, add_generation_prompt, **more)
         if not tools:
             return Prompt(ids)
         offered = [msgspec.to_builtins(tool) for tool in tools]
-        with_tools = tokenizer.apply_chat_template(plain, add_generation_prompt, tools=offered, **variables)
+        with_tools = tokenizer.apply_chat_template(plain, add_generation_prompt, tools=offered, **more)
         if with_tools == ids:
             raise ApiError("the chat template of this model has no place for tools", param="tools")
         return Prompt(with_tools)
@@ -255,6 +268,6 @@ def _plain_call(call: Any) -> Any:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         # What a model once wrote need not be JSON: then it goes back as the text that it was.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}

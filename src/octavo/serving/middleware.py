@@ -53,10 +53,10 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         scope[ID] = uuid.uuid4().hex
-        started = False
+        started = ended = False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
+            nonlocal started, ended
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [
@@ -65,6 +65,7 @@ class RequestId:
                     (b"x-content-type-options", b"nosniff"),
                 ]
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -74,6 +75,8 @@ class RequestId:
             await answer(send_with_id, error)
         except Exception:
             log.exception("request %s failed", scope[ID])
+            if ended:  # the application has answered with a 500 of its own
+                return
             if started:
                 raise
             await answer(send_with_id, ApiError(INTERNAL, 500))

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from octavo.engine import sampler
 from octavo.engine.engine import Engine
 from octavo.request import RequestOutput, SamplingParams
 from octavo.serving import grammar, inputs, metrics
@@ -43,7 +44,10 @@ class _Call:
         """Keep an output. Raises ApiError when the engine could not compute it."""
         self.outputs[place] = output
         if output.error is not None:
-            raise ApiError(without_paths(output.error), 500, code="engine_error")
+            # These two are what the client asked for; the rest is a fault of ours.
+            asked = output.error.startswith((sampler.IMPOSSIBLE_GRAMMAR, sampler.NOTHING_LEFT))
+            status, code = (400, "impossible_output") if asked else (500, "engine_error")
+            raise ApiError(without_paths(output.error), status, code=code)
 
     @property
     def in_order(self) -> list[RequestOutput]:
@@ -136,7 +140,12 @@ class OpenAI(Service):
             lambda: [inputs.encode_prompt(self.tokenizer, item, self.max_model_len) for item in given]
         )
         form = CompletionForm(
-            self.tokenizer, prompts, n=params.n, echo=request.echo, logprobs=request.logprobs
+            self.tokenizer,
+            prompts,
+            n=params.n,
+            echo=request.echo,
+            logprobs=request.logprobs,
+            token_ids=request.return_token_ids,
         )
         call = _Call(
             self._head("cmpl", model, form, caller, request.stream), form, RequestLog(caller.request_id)
@@ -166,12 +175,13 @@ class OpenAI(Service):
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             tools=tools.offered,
-            **(request.chat_template_kwargs or {}),
+            variables=request.chat_template_kwargs,
         )
         form = ChatForm(
             self.tokenizer,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             tools=bool(tools.offered),
+            token_ids=request.return_token_ids,
         )
         head = self._head("chatcmpl", model, form, caller, request.stream)
         call = _Call(head, form, RequestLog(caller.request_id))
@@ -280,9 +290,9 @@ class OpenAI(Service):
         kind = form.chunk_object if stream else form.whole_object
         return Head(id=f"{prefix}-{caller.request_id}", created=int(time.time()), model=model, object=kind)
 
-    async def _chat_prompt(self, messages: Sequence[dict[str, Any]], **variables: Any) -> Prompt:
+    async def _chat_prompt(self, messages: Sequence[dict[str, Any]], **settings: Any) -> Prompt:
         return await self.in_thread(
-            lambda: inputs.encode_chat(self.tokenizer, messages, self.max_model_len, **variables)
+            lambda: inputs.encode_chat(self.tokenizer, messages, self.max_model_len, **settings)
         )
 
 

@@ -92,6 +92,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     attn_topk: int | None = None
+    return_token_ids: bool = False
 
 
 class CompletionRequest(Sampling, forbid_unknown_fields=True, kw_only=True):

@@ -20,6 +20,7 @@ from octavo.engine.engine import Engine
 from octavo.serving.app import Access, create_app
 from octavo.serving.async_encoder import AsyncEncoder
 from octavo.serving.async_engine import AsyncEngine
+from octavo.serving.connection import Connection
 from octavo.serving.embeddings import Embeddings
 from octavo.serving.grammar import Grammars
 from octavo.serving.openai import OpenAI
@@ -98,6 +99,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 create_app(self.service, options.access),
                 lifespan="off",
+                http=Connection,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,

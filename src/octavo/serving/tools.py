@@ -56,7 +56,7 @@ class ToolCallParser:
             name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
             if not isinstance(name, str):
                 raise TypeError("the name is no text")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {"content": f"{OPEN}{text}{closing}"}
         call = {
             "id": f"call_{secrets.token_hex(12)}",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class _StopString:
     """Follows one stop string through a text, a character at a time (Knuth, Morris and Pratt, 1977).
 
-    ``matched`` is the length of the longest end of the text so far that begins the stop string.
+    ``matched`` is the length of the longest end of the text so far that begins the stop string. Its table
+    grows with ``matched`` only, so that a long stop string costs nothing that the text does not ask for.
     """
 
     def __init__(self, text: str) -> None:
@@ -23,11 +24,6 @@ class _StopString:
         self.matched = 0
         # _shorter[n]: the longest proper prefix of text[:n] that is also its suffix.
         self._shorter = [0, 0]
-        for n in range(1, len(text)):
-            k = self._shorter[n]
-            while k and text[k] != text[n]:
-                k = self._shorter[k]
-            self._shorter.append(k + (text[k] == text[n]))
 
     def feed(self, char: str) -> bool:
         """True when this character completes the stop string."""
@@ -35,9 +31,18 @@ class _StopString:
         while k and self.text[k] != char:
             k = self._shorter[k]
         k += self.text[k] == char
+        if k == len(self._shorter):
+            self._extend()
         complete = k == len(self.text)
         self.matched = self._shorter[k] if complete else k
         return complete
+
+    def _extend(self) -> None:
+        text, n = self.text, len(self._shorter) - 1
+        k = self._shorter[n]
+        while k and text[k] != text[n]:
+            k = self._shorter[k]
+        self._shorter.append(k + (text[k] == text[n]))
 
 
 class IncrementalDetokenizer:

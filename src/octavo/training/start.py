@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from octavo.convert.heads import LayerHeads
+from octavo.convert.pool import plan, pool
 from octavo.encoder_config import EncoderConfig
 from octavo.engine.encoder import is_encoder, load_weights, sentence_files
 from octavo.models.encoder import Encoder
@@ -43,9 +45,8 @@ def start_from(
     """The checkpoint's encoder, with ``labels`` for its head and ``choice`` for its attention.
 
     A head for the same labels is kept, another is replaced by a random one; of it BERT's dense layer is the
-    checkpoint's pooler, if there is one. Where C2PSA takes the place of
-    standard attention, each group of ``compress_rate`` neighbouring heads starts from the mean of their
-    Q, K and V, and the output projection from the sum over the group. What is random follows from the seed.
+    checkpoint's pooler, if there is one. Where C2PSA takes the place of standard attention, it starts from
+    heads that ``octavo.convert`` aligned and pooled. What is random follows from the seed.
     Raises ValueError for a checkpoint that is no encoder, and for attention that does not fit it.
     """
     if not is_encoder(checkpoint):
@@ -155,12 +156,14 @@ def _metadata(
 
 def _fitted(given: Encoder, config: EncoderConfig, keeps_head: bool) -> dict[str, torch.Tensor]:
     """The given weights in the shapes of ``config``."""
+    weights: dict[str, torch.Tensor] = {
+        name: parameter
+        for name, parameter in given.named_parameters()
+        if keeps_head or not name.startswith("head.")
+    }
     rate = config.compress_rate or 1
-    pooled = rate > 1 and given.config.compress_rate is None
-    weights = {}
-    for name, parameter in given.named_parameters():
-        if keeps_head or not name.startswith("head."):
-            weights[name] = pool_heads(name, parameter, config.num_heads, rate) if pooled else parameter
+    if rate > 1 and given.config.compress_rate is None:
+        weights |= _aligned(given, rate)
     return weights
 
 
@@ -177,20 +180,22 @@ def _pooler(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return found
 
 
-def pool_heads(name: str, weight: torch.Tensor, num_heads: int, rate: int) -> torch.Tensor:
-    """A parameter of an encoder with its heads in groups of ``rate``; what is no projection stays.
-
-    Heads with one Q, K and V give one output, so the output projection of the group is the sum of theirs.
-    """
-    if ".attention." not in name:
-        return weight
-    groups = num_heads // rate
-    if ".out_proj." in name:
-        if name.endswith("bias"):
-            return weight
-        return weight.view(weight.shape[0], groups, rate, -1).sum(2).flatten(1)
-    rows = weight.view(groups, rate, -1, *weight.shape[1:])
-    return rows.mean(1).flatten(0, 1)
+def _aligned(given: Encoder, rate: int) -> dict[str, torch.Tensor]:
+    """The attention of every layer with its heads turned, grouped and pooled, as ``octavo convert`` does."""
+    weights = {}
+    for i, layer in enumerate(given.layers):
+        attention = layer.attention
+        tensors = {
+            f"{role[0]}.{kind}": parameter
+            for role in ("q_proj", "k_proj", "v_proj", "out_proj")
+            for kind, parameter in getattr(attention, role).named_parameters()
+        }
+        heads = LayerHeads.cut(tensors, given.config.head_dim)
+        pooled = pool(heads, plan(heads, rate, "aligned", "orthogonal"))
+        for name, tensor in pooled.tensors().items():
+            role, _, kind = name.partition(".")
+            weights[f"layers.{i}.attention.{'out' if role == 'o' else role}_proj.{kind}"] = tensor
+    return weights
 
 
 def _fill(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:

@@ -25,7 +25,7 @@ function read(view) {
 }
 
 /** Hues for the first requests, far from each other; never the yellow of shared blocks. */
-const HUES = [210, 120, 290, 165, 335, 95, 250, 190];
+const HUES = [212, 158, 282, 334, 188, 248, 128, 306];
 
 const places = new Map();
 
@@ -46,10 +46,11 @@ function hue(place) {
   return HUES[place] ?? 90 + ((place * 137.508) % 250);
 }
 
-/** Columns and the size of a cell so that all blocks fit a width, and a height where that is possible. */
+/** Columns and the size of a cell so that all blocks fill a width, and fit a height where that is possible. */
 function layout(count, width, height) {
-  for (let size = 22; size > 3; size--) {
-    const columns = Math.max(1, Math.floor((width - GAP) / (size + GAP)));
+  for (let columns = Math.max(1, Math.floor((width - GAP) / (22 + GAP))); ; columns++) {
+    const size = (width - GAP) / columns - GAP;
+    if (size < 4) break;
     if (Math.ceil(count / columns) * (size + GAP) + GAP <= height) return { columns, size };
   }
   return { columns: Math.max(1, Math.floor((width - GAP) / (3 + GAP))), size: 3 };
@@ -86,13 +87,15 @@ export function draw(canvas, view, mine) {
       shared++;
       pen.fillStyle = `hsl(42 80% ${Math.max(42, 66 - 4 * refs)}%)`;
     } else if (refs === 1) {
-      pen.fillStyle = `hsl(${hue(place.get(names[owner[block]]) ?? 0)} 55% 52%)`;
+      pen.fillStyle = `hsl(${hue(place.get(names[owner[block]]) ?? 0)} 42% 52%)`;
     } else if (view.cached[block]) {
       pen.fillStyle = `hsl(${90 + ((root[block] * 137.508) % 250)} 18% 55% / .55)`;
     } else {
       pen.fillStyle = freeColour;
     }
-    pen.fillRect(x, y, size, size);
+    pen.beginPath();
+    pen.roundRect(x, y, size, size, size / 6);
+    pen.fill();
     if (refs > 1 && size >= 14) {
       pen.fillStyle = "#1d2426";
       pen.fillText(String(refs), x + size / 2, y + size / 2 + 1);
@@ -100,7 +103,9 @@ export function draw(canvas, view, mine) {
     if (myBlocks.has(block)) {
       pen.strokeStyle = mineColour;
       pen.lineWidth = 2;
-      pen.strokeRect(x + 1, y + 1, size - 2, size - 2);
+      pen.beginPath();
+      pen.roundRect(x + 1, y + 1, size - 2, size - 2, size / 8);
+      pen.stroke();
     }
   }
   const { used, cached, free } = view.blocks;
