@@ -272,6 +272,37 @@ def test_a_request_that_fails_leaves_nothing_on_disk(warm):
     assert engine.engine.disk_stats.blocks == 0
 
 
+@pytest.mark.parametrize("place", ["read_block", "put", "fetch", "end_reading", "note"])
+def test_an_interrupt_anywhere_in_the_disk_s_part_loses_no_block_and_no_answer(
+    place, tiny, warm, monkeypatch
+):
+    before = warm()
+    before.run((prompt(41), greedy(1)))
+    engine = warm()
+    owner = engine.runner if place == "read_block" else engine.disk
+    real, calls = getattr(owner, place), []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            real(*arguments)
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, place, interrupted)
+    job = (prompt(41) + prompt(22, 5), greedy(9, logprobs=1))
+    number = engine.add(*job)
+    with pytest.raises(KeyboardInterrupt):
+        engine.drain()
+    output = engine.drain()[number]
+    (cold,) = tiny().run(job)
+    assert output.outputs == cold.outputs
+    engine.run(job)
+    engine.disk.flush()
+    assert engine.engine.disk_stats.blocks == (63 + 8) // 4
+    assert list(engine.disk._store.verify()) == []
+
+
 def test_to_forget_the_cache_is_to_forget_the_disk_too(warm):
     engine = warm()
     engine.run((prompt(41), greedy(1)))

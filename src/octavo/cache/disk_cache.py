@@ -110,7 +110,9 @@ class DiskCache:
         #: Digests that wait for their transaction: to be saved, and to be struck out.
         self._pending: set[bytes] = set()
         self._forgotten: set[bytes] = set()
-        self._busy = self._stopping = self._failing = False
+        #: What the writer commits right now.
+        self._batch: list[_Item] = []
+        self._stopping = self._failing = False
         if store.unreadable:
             log.warning("%s: %d entries of the index are unreadable", store.folder, len(store.unreadable))
         self._thread = threading.Thread(target=self._run, name="octavo-disk", daemon=True)
@@ -174,9 +176,9 @@ class DiskCache:
 
     def end_reading(self) -> None:
         """The rows that were fetched have been copied, or are not wanted any more."""
-        if self._snapshot is not None:
-            self._snapshot.abort()
-            self._snapshot = None
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.abort()
 
     # ---- saving
 
@@ -213,6 +215,14 @@ class DiskCache:
         self._pending.add(sealed.digest)
         self._queue_up(_Put(Record(sealed.digest, sealed.parent, sealed.tokens, sealed.num_tokens, rows)))
 
+    def start_over(self) -> None:
+        """Forget what was noted, after a step that was cut short anywhere; what is queued will be saved."""
+        self._sealed = []
+        self.end_reading()
+        with self._wake:
+            puts = [item for item in (*self._batch, *self._queue) if isinstance(item, _Put)]
+            self._pending = {item.record.digest for item in puts}
+
     def _queue_up(self, item: _Item) -> None:
         with self._wake:
             self._queue.append(item)
@@ -227,11 +237,16 @@ class DiskCache:
                     self._wake.wait()
                 if not self._queue:
                     return
-                batch = self._next_batch()
-                self._busy = True
-            self._commit(batch)
+                self._batch = self._next_batch()
+            self._commit(self._batch)
             with self._wake:
-                self._busy = False
+                self._pending.difference_update(
+                    item.record.digest for item in self._batch if isinstance(item, _Put)
+                )
+                self._forgotten.difference_update(
+                    item.digest for item in self._batch if isinstance(item, _Forget)
+                )
+                self._batch = []
                 self._wake.notify_all()
 
     def _next_batch(self) -> list[_Item]:
@@ -262,16 +277,13 @@ class DiskCache:
             self._saved += saved
             self._refused += len(records) - saved
             self._failing = self._failing and not saved
-        finally:
-            self._pending.difference_update(record.digest for record in records)
-            self._forgotten.difference_update(removals)
 
     # ---- looking in, and the end
 
     def flush(self) -> None:
         """Wait until all that was queued is committed."""
         with self._wake:
-            while (self._queue or self._busy) and self._thread.is_alive():
+            while (self._queue or self._batch) and self._thread.is_alive():
                 self._wake.wait(0.1)
 
     def clear(self) -> None:

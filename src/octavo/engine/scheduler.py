@@ -138,8 +138,7 @@ class Scheduler:
         self._entries, self._running, self._waiting = {}, [], WaitingQueue()
         self._under_way = None
         if self._disk is not None:
-            self._disk.take_sealed()  # of the blocks that are forgotten
-            self._disk.end_reading()
+            self._disk.start_over()
         for request, num_output_tokens in requests:
             del request.output_token_ids[num_output_tokens:]
             request.block_table, request.num_computed_tokens = [], 0
