@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 
 import pytest
@@ -202,3 +203,22 @@ def test_a_client_that_hangs_up_in_its_own_body_is_no_fault_of_ours(server, capl
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
     until(lambda: not server.server.server_state.tasks)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_are_written_beside_the_event_loop(make_server, monkeypatch, stream):
+    """Those of a long prompt take a second, in which the loop must answer others."""
+    from octavo.serving import logprobs
+
+    threads = set()
+    real = logprobs.token_text
+
+    def token_text(*args):
+        threads.add(threading.current_thread().name)
+        return real(*args)
+
+    monkeypatch.setattr(logprobs, "token_text", token_text)
+    body = {"prompt": "x" * 40, "echo": True, "logprobs": 9, "max_tokens": 3, "stream": stream}
+    assert make_server().post(COMPLETE, body).status_code == 200
+    assert threads
+    assert all(name.startswith("octavo-tokenizer") for name in threads), threads

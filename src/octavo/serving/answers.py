@@ -77,6 +77,7 @@ class CompletionForm:
         self._tokenizer = tokenizer
         self._n = n
         self._logprobs = logprobs
+        self.scored = logprobs is not None
         self._echo = echo
         self._heads = [
             (prompt.text if prompt.text is not None else tokenizer.decode(prompt.token_ids)) if echo else ""
@@ -133,6 +134,7 @@ class ChatForm:
         self.token_ids = token_ids
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self.scored = logprobs is not None
         self._tools = tools
 
     def prompt_ids(self, output: RequestOutput) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from octavo.engine import sampler
@@ -225,7 +226,12 @@ class OpenAI(Service):
             self._end(call, error)
             raise
         self._end(call, None)
-        return Answer(whole=encode(whole(call.form, call.head, call.in_order)))
+        made = partial(_whole_of, call)
+        return Answer(whole=await self._beside(made) if call.form.scored else made())
+
+    async def _beside(self, make: Callable[[], bytes]) -> bytes:
+        """Log-probabilities of a long prompt are a second's work, which the event loop must not do."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, make)
 
     async def _events(self, call: _Call, chunks: Chunks, deadline: float) -> AsyncIterator[bytes]:
         """Server-sent events. An error becomes an event of its own, and then the stream ends."""
@@ -233,9 +239,10 @@ class OpenAI(Service):
         try:
             async with time_limit(deadline, self._timeout):
                 async for place, output in merge(call.streams):
-                    events = [_event(chunk) for chunk in chunks.of(place, output)]
+                    made = partial(_events_of, chunks, place, output)
+                    events = await self._beside(made) if call.form.scored else made()
                     if events:
-                        yield b"".join(events)
+                        yield events
                     call.take(place, output)
             if chunks.include_usage:
                 yield _event(chunks.last(call.in_order))
@@ -294,6 +301,14 @@ class OpenAI(Service):
         return await self.in_thread(
             lambda: inputs.encode_chat(self.tokenizer, messages, self.max_model_len, **settings)
         )
+
+
+def _whole_of(call: _Call) -> bytes:
+    return encode(whole(call.form, call.head, call.in_order))
+
+
+def _events_of(chunks: Chunks, place: int, output: RequestOutput) -> bytes:
+    return b"".join(map(_event, chunks.of(place, output)))
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
