@@ -8,9 +8,10 @@ MODES = ("exact", "fast")
 #: In place of a number of keys: as many as matter.
 AUTO = "auto"
 #: "auto" keeps this many recent keys, and beside them those with at least so many millionths of a row's
-#: softmax.
+#: softmax where it sees 8,192 keys or more, and 8192 / n times as many where it sees n, down to 1,024: 1.6
+#: times an equal share.
 AUTO_RECENT = 16
-AUTO_LEAST = 2000
+AUTO_LEAST = 195
 
 
 class AttnRule(NamedTuple):
@@ -18,7 +19,7 @@ class AttnRule(NamedTuple):
 
     ``tail`` 1: what is not kept enters by the means of its spans. ``fast`` 1: only keys of the spans that
     rank highest compete. ``least`` above 0: of the keys that are not recent only those are kept that have so
-    many millionths of the row's softmax.
+    many millionths of the row's softmax, or more where it sees fewer keys (``csrc/topk_adapt.cpp``).
     """
 
     topk: int = 0

@@ -193,10 +193,10 @@ def rows_with_scores(p: Paged):
 @pytest.mark.parametrize(("recent", "window"), [(16, None), (5, None), (16, 300), (40, 75)])
 def test_an_adaptive_budget_keeps_what_the_oracle_keeps(recent: int, window: int | None) -> None:
     case = Case(
-        ((1, 700), (6, 333), (1, 30)), kv_dtype=torch.float16, window=window, num_heads=4, num_kv_heads=2
+        ((1, 1500), (6, 333), (1, 30)), kv_dtype=torch.float16, window=window, num_heads=4, num_kv_heads=2
     )
     p = with_plane(paged.build(case))
-    for least in (1000, 8000):
+    for least in (125, 1000):
         out, details, report = run(p, Policy.adaptive(least, recent))
         kept = 0
         for (row, head, position, first), q, k, v, value, bound, score in rows_with_scores(p):
@@ -250,10 +250,10 @@ def test_where_nothing_is_known_an_adaptive_budget_asks_the_scores() -> None:
     huge = k.clone()
     huge[40, :, 3] = -1e7
     for scale in (1.0, 1e-30):
-        got, details, _ = run(_of(p, q[-1:] * scale, huge, v), Policy.adaptive(4000, 16, tail=False))
+        got, details, _ = run(_of(p, q[-1:] * scale, huge, v), Policy.adaptive(500, 16, tail=False))
         for head in range(p.case.num_heads):
             scores = p.case.scale * (huge[:, head // 3].double() @ (q[-1, head] * scale).double())
-            wanted, _ = reference.adaptive_kept(scores, 0, 16, 4000)
+            wanted, _ = reference.adaptive_kept(scores, 0, 16, 500)
             kept = details.position[0, head]
             assert kept[kept >= 0].tolist() == wanted.tolist()
             expected = torch.softmax(scores[wanted], 0) @ v[wanted, head // 3].double()
@@ -296,6 +296,15 @@ def test_bytes_are_counted_where_reading_is_what_costs(kv_dtype: torch.dtype) ->
     topk_paged.attend(p.q, p.kv, plan, torch.empty_like(p.q))
     assert (report.bytes, report.dense_bytes) == (plan.native.bytes_read, dense_bytes)
     assert 0 < report.bytes < dense_bytes
+    # Threads cut one long scan: each part's reading counts, in every layer anew.
+    long = with_plane(paged.build(case.with_(seqs=((1, 5000),))))
+    plan = topk_paged.plan(long.meta, alike(Policy.of(64), 1), case.spec, paged.pool(3))
+    report = torch.zeros(1, len(topk_paged.Report._fields), dtype=torch.float64)
+    for layers in (1, 2):
+        topk_paged.attend(long.q, long.kv, plan, torch.empty_like(long.q), report)
+        assert topk_paged.Report(*report[0].tolist()).bytes == layers * plan.native.bytes_read
+    least = case.num_kv_heads * topk_paged.record_bytes(64) * ((5000 - 64) // 16)
+    assert plan.native.bytes_read > least
     # It keeps all: both read the same.
     report = run(p, 900)[2]
     assert (report.bytes, report.dense_bytes) == (dense_bytes, dense_bytes)
@@ -310,8 +319,8 @@ def test_bytes_are_counted_where_reading_is_what_costs(kv_dtype: torch.dtype) ->
 WAYS = {
     "exact": Policy.of(48),
     "tail": Policy.of(6, tail=True),
-    "adaptive": Policy.adaptive(4000, 16),
-    "adaptive with few recent": Policy.adaptive(10_000, 5, tail=False),
+    "adaptive": Policy.adaptive(500, 16),
+    "adaptive with few recent": Policy.adaptive(1250, 5, tail=False),
     "fast": Policy.of(32, fast=True),
     "fast with tail": Policy.of(6, fast=True, tail=True),
 }
@@ -363,7 +372,7 @@ def test_a_scan_that_threads_share_finds_the_same(window: int | None, alike_keys
     for threads in (2, 3):
         out, details, cut = run(p, 64, threads=threads)
         assert torch.equal(bits(out), bits(expected))
-        for policy in (Policy.of(64, tail=True), Policy.adaptive(2000, 16), Policy.of(64, fast=True)):
+        for policy in (Policy.of(64, tail=True), Policy.adaptive(250, 16), Policy.of(64, fast=True)):
             assert torch.equal(bits(run(p, policy, threads=threads)[0]), bits(run(p, policy)[0]))
         assert torch.equal(details.position, alone.position)
         assert cut.kept == report.kept

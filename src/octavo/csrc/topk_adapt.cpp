@@ -1,4 +1,5 @@
-// An adaptive budget: a row keeps its recent keys, and of the others those that hold at least a share of its softmax.
+// An adaptive budget: a row keeps its recent keys, and of the others those that hold at least a share of its softmax,
+// which is smaller the more keys it sees.
 //
 // What a key holds is decided by what the scan plane says of its score: one number of (query, record), made by the same
 // integers and the same order of sums whoever else is scanned with it. A key that the plane knows nothing of, or that
@@ -80,7 +81,9 @@ float TopkTile::least_score(const Row& row) const {
     const double top = std::max(a.m, b.m);
     if (top == double(-kInf)) return -kInf;
     const double sum = double(a.l) * std::exp(a.m - top) + double(b.l) * std::exp(b.m - top);
-    return float(top + std::log(sum) + std::log(policy_.least * 1e-6));
+    const int64_t visible = std::clamp(row.position + 1 - row.first, kAdaptFrom, kAdaptTo);
+    const double share = policy_.least * 1e-6 * double(kAdaptTo) / double(visible);
+    return float(top + std::log(sum) + std::log(share));
 }
 
 // The keys base + [lo, hi) of one span, by what the scan says of them.

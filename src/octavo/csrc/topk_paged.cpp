@@ -205,6 +205,7 @@ void TopkPlan::run(const TopkLayerArgs& args) {
         sum.dropped_max = std::max(sum.dropped_max, item.report.dropped_max);
         if (batch_.seqs[size_t(item.seq)].q_len <= kMaxScanQueries) sum.bytes += double(item.bytes);
     }
+    for (const Part& part : parts_) args.report[part.item.seq].bytes += double(part.item.bytes);
     const double key_bytes = 2.0 * shape_.num_kv_heads * shape_.head_dim * (shape_.half ? 2 : 4);
     for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];

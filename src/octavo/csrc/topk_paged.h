@@ -52,8 +52,12 @@ struct TopkPolicy {
     int32_t recent;  // of these, the last visible ones
     int32_t tail;    // 1: what is not kept enters by the means of its spans
     int32_t fast;    // 1: only keys of the records that rank highest compete
-    int32_t least;   // above 0: keys compete that have so many millionths of the row's softmax; see topk_adapt.cpp
+    int32_t least;   // above 0: keys compete that have so many millionths of the row's softmax, where it sees kAdaptTo
+                     // keys or more, and kAdaptTo / n times as many where it sees n >= kAdaptFrom; see topk_adapt.cpp
 };
+
+// Between these numbers of visible keys an adaptive budget asks for a fixed multiple of an equal share.
+constexpr int64_t kAdaptFrom = 1024, kAdaptTo = 8192;
 
 // Rows that see no more than these keys are dense.
 inline int dense_keys(const TopkPolicy& policy) { return policy.least > 0 ? policy.recent : policy.topk; }

@@ -137,10 +137,12 @@ def adaptive_kept(
     either way.
 
     ``scores`` ``[n]`` are those of the positions from ``first`` on. The last ``recent`` stay, and of the
-    others those with at least ``least`` millionths of the softmax of all.
+    others those with at least ``least`` millionths of the softmax of all, where 8,192 keys or more are seen;
+    of n keys 8192 / n times as many, down to 1,024 keys.
     """
     others = max(0, len(scores) - recent)
-    above = scores.double() - scores.double().logsumexp(0) - math.log(least * 1e-6)
+    share = least * 1e-6 * 8192 / min(max(len(scores), 1024), 8192)
+    above = scores.double() - scores.double().logsumexp(0) - math.log(share)
     above[others:] = math.inf
     return torch.nonzero(above >= 0)[:, 0] + first, torch.nonzero(above.abs() < 1e-5)[:, 0] + first
 

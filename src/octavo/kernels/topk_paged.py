@@ -34,7 +34,8 @@ class Policy(NamedTuple):
     ``topk`` keys are kept, 0 is dense; ``recent`` of them are the last visible ones. With ``tail`` 1 what is
     not kept enters by the means of its spans of 16. With ``fast`` 1 only keys of the spans that rank highest
     compete. ``least`` above 0 keeps, beside the recent keys, those that have at least this many millionths of
-    the row's softmax, and no more than ``topk``; see :meth:`adaptive`.
+    the row's softmax where it sees 8,192 keys or more, and 8192 / n times as many where it sees n, down to
+    1,024; and no more than ``topk``; see :meth:`adaptive`.
     """
 
     topk: int
