@@ -190,7 +190,7 @@ def _bars(axes: Axes, names: list[str], bars: list[tuple[float, str]], title: st
     for place, (name, (length, words)) in enumerate(zip(names, bars, strict=True)):
         family = VARIANTS[name].family
         shade = shades[family] = shades.get(family, -1) + 1
-        axes.barh(place, length, height=0.72, color=_lighter(COLOURS[family], 0.28 * shade), zorder=2)
+        axes.barh(place, length, height=0.72, color=_lighter(COLOURS[family], 0.18 * shade), zorder=2)
         axes.text(length + longest * 0.015, place, words, va="center", fontsize=8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()

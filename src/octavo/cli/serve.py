@@ -268,7 +268,7 @@ SETTINGS = (
     Setting(
         "step_ms",
         int,
-        0,
+        200,
         "Milliseconds that a step beside answers should take: prompts are cut to it; 0 is no aim.",
         opt.ENGINE,
         "MS",
