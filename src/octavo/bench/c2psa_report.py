@@ -211,7 +211,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
 def _lines(ax: Any, rows: list[Row], key: str, by: str, unit: float) -> None:
     from matplotlib import colormaps
 
-    ax.set_prop_cycle(color=colormaps["tab20"].colors)  # more lines than the default has colours
+    ax.set_prop_cycle(color=colormaps["tab20"](range(20)))  # more lines than the default has colours
     styles = {"mha": "--", "gqa": ":", "linformer": "-."}
     for name in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == name]
