@@ -343,6 +343,7 @@ def test_after_kill_9_what_was_sealed_a_second_before_is_reused_and_answers_are_
     ours, theirs = context.Pipe()
 
     def chat():
+        torch.set_num_threads(1)  # those that torch started before are not in this process
         engine = tiny(store=DiskStore(tmp_path / "cache", 2**26), num_blocks=1024)
         dialogues = [prompt(20, number) for number in range(4)]
         while True:
