@@ -289,6 +289,7 @@ class Terminal:
     def __init__(self, *args: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # it may be ignored where the tests run
             command = [sys.executable, "-c", "from octavo.cli import main; main()", *args]
             os.execve(sys.executable, command, os.environ | {"TERM": "dumb"})
         self.unread = b""

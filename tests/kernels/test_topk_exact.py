@@ -100,7 +100,10 @@ class Grid:
     def run(self, topk: int, *, plane: bool = True) -> tuple[torch.Tensor, topk_paged.Details, torch.Tensor]:
         budgets = topk_paged.policies([topk_paged.Policy.of(topk)] * len(self.meta.seq_lens))
         plan = topk_paged.plan(self.meta, budgets, self.spec, paged.pool(1))
-        out, report = torch.zeros_like(self.q), torch.zeros(len(budgets), 6, dtype=torch.float64)
+        out, report = (
+            torch.zeros_like(self.q),
+            torch.zeros(len(budgets), len(topk_paged.Report._fields), dtype=torch.float64),
+        )
         kv = self.kv if plane else self.kv._replace(planes=None)
         details = topk_paged.attend(self.q, kv, plan, out, report, details=True)
         assert details is not None
