@@ -110,7 +110,7 @@ def test_a_quick_run(tmp_path: Path):
     settings = serve.Settings(
         model=str(model),
         data=data,
-        seconds=0.4,
+        seconds=1.0,
         repeats=1,
         rates=(4.0,),
         streams=(2,),
