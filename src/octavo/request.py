@@ -266,7 +266,10 @@ class Request:
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    #: By number of block; -1 for one that is read in compact form alone.
     block_table: list[int] = field(default_factory=list)
+    #: The compact forms of the first blocks.
+    compact_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None

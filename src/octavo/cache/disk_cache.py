@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import lmdb
 
 from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
-from octavo.cache.prefix_cache import TOKEN_BYTES, Chain
+from octavo.cache.chain import TOKEN_BYTES, Chain
 
 log = logging.getLogger("octavo")
 

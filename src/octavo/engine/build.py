@@ -17,9 +17,10 @@ from octavo.attn_rule import AttnRule
 from octavo.cache.disk_cache import DiskCache
 from octavo.cache.disk_store import MIN_BYTES, DiskStore, record_bytes
 from octavo.cache.kv_cache import DTYPES, KVCache
-from octavo.cache.prefix_cache import TOKEN_BYTES
+from octavo.cache.chain import TOKEN_BYTES
 from octavo.config import ACTIVATIONS, WEIGHTS, EngineConfig, ModelConfig
 from octavo.engine import resources
+from octavo.engine.blocks import PoolShape
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
@@ -204,8 +205,7 @@ def assemble(
     disk = open_disk(config, kv_cache.block_bytes, fingerprint)
     scheduler = Scheduler(
         config.scheduler,
-        block_size=cache.block_size,
-        num_blocks=num_blocks,
+        PoolShape(cache.block_size, num_blocks),
         prefix_cache=cache.enable_prefix_caching,
         fingerprint=fingerprint,
         disk=disk,
