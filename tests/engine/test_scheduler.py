@@ -6,8 +6,8 @@ import pytest
 from fake_model import add, build, make_request, prompt_of, tokens_of
 
 from octavo.config import SchedulerConfig
-from octavo.engine.resources import fit_max_model_len
 from octavo.engine.blocks import PoolShape
+from octavo.engine.resources import fit_max_model_len
 from octavo.engine.scheduler import MAX_PASSED, Scheduler
 from octavo.request import Request, Status
 

@@ -44,9 +44,10 @@ class Node:
 
     A node has the block as stored, ``block``, or its compact form, the block ``compact`` of another pool, or
     both; ``NO_BLOCK`` stands for what it has not. Where a node has its compact form, so have all above it.
-    ``users`` counts the chains through the node, so a node that nobody uses has only such nodes below it, and
-    ``stored_users`` those that read it as stored. ``tokens`` are packed; a *tail* has fewer than block_size of
-    them, no digest and no children. ``guards`` and ``spare_key`` belong to :class:`~octavo.cache.spare.Spare`.
+    ``users`` counts the chains through the node, so a node that nobody uses has only such nodes below it,
+    and ``stored_users`` those that read it as stored. ``tokens`` are packed; a *tail* has fewer than
+    block_size of them, no digest and no children. ``guards`` and ``spare_key`` belong to
+    :class:`~octavo.cache.spare.Spare`.
     """
 
     serial: int
@@ -80,8 +81,8 @@ class Chain:
     """A request's side of the cache: its tokens, their digests so far, and the nodes it uses.
 
     Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
-    ``path[i]`` is the node that stands for the request's block i: the first ``num_compact`` of them are read in
-    compact form, the others as stored. ``broken`` means that no further block of this request can be
+    ``path[i]`` is the node that stands for the request's block i: the first ``num_compact`` of them are read
+    in compact form, the others as stored. ``broken`` means that no further block of this request can be
     registered. The first ``num_saved`` blocks of ``path`` are on disk or on their way.
     """
 

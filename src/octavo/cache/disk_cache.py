@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import lmdb
 
-from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
 from octavo.cache.chain import TOKEN_BYTES, Chain
+from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
 
 log = logging.getLogger("octavo")
 

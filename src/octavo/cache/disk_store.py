@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import lmdb
 
-from octavo.cache.disk_index import DiskIndex, IndexEntry
 from octavo.cache.chain import TOKEN_BYTES
+from octavo.cache.disk_index import DiskIndex, IndexEntry
 
 MAGIC, VERSION = b"OCTB", 1
 #: magic, version, SHA-256 of the key and all that follows it, parent, bytes of tokens, bytes of rows.

@@ -35,7 +35,7 @@ MAX_POLICIES_LOOKED_AT = 4
 
 
 class Evicted(NamedTuple):
-    """Blocks that hold nothing any more, of the pool of stored and of that of compact ones, or ``NO_BLOCK``."""
+    """Blocks that hold nothing any more, one as stored and one compact, or ``NO_BLOCK``."""
 
     block: int
     compact: int
@@ -143,7 +143,7 @@ class PrefixCache:
     # ---- match (pure), commit (once)
 
     def match(self, chain: Chain) -> Match:
-        """The longest cached prefix of a chain that can be read, less than the whole of it. Changes nothing."""
+        """The longest cached prefix of a chain that can be read, less than all of it. Changes nothing."""
         node = self._roots.get(chain.root_name)
         if node is None or not self.enabled:
             return Match()

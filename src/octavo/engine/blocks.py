@@ -1,4 +1,4 @@
-"""The blocks of requests: both pools, the requests' tables, and what the prefix cache keeps. Free of torch."""
+"""The blocks of requests: the pools, the requests' tables, what the prefix cache keeps. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from octavo.request import Request
 
 
 class PoolShape(NamedTuple):
-    """``num_blocks`` as stored. With ``window`` tokens, a query at position p reads the blocks that lie wholly
-    before p - window in compact form, from ``num_compact`` of them."""
+    """``num_blocks`` as stored. With ``window``, in tokens, a query at position p reads the blocks that lie
+    wholly before p - window in compact form, from ``num_compact`` of them."""
 
     block_size: int
     num_blocks: int
@@ -61,9 +61,9 @@ class Room(NamedTuple):
 class Blocks:
     """Gives blocks to requests and takes them back.
 
-    A request's ``block_table`` has its blocks as stored, ``NO_BLOCK`` where they are not read so any more, and
-    its ``compact_table`` the compact forms of the first of them. A step that is the first to read a block in
-    compact form makes that form (:meth:`compactions`); after it the request gives up the stored one.
+    A request's ``block_table`` has its blocks as stored, ``NO_BLOCK`` where they are not read so any more,
+    and its ``compact_table`` the compact forms of the first of them. A step that is the first to read a block
+    in compact form makes that form (:meth:`compactions`); after it the request gives up the stored one.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Blocks:
     # ---- taking
 
     def cover(self, entry: Entry, end: int) -> int:
-        """Take blocks so that the request's tokens before ``end`` can be computed; returns how far they do."""
+        """Take blocks so that tokens before ``end`` can be computed; returns how far they can."""
         table, compact = entry.request.block_table, entry.request.compact_table
         while len(table) * self._size < end:
             block = self.take()
@@ -196,7 +196,7 @@ class Blocks:
         return filled
 
     def give_up_stored(self, entry: Entry) -> None:
-        """What the last written token read in compact form is read so from now on, and not as stored any more."""
+        """What the last written token read in compact form is not read as stored any more."""
         chain, table, compact = entry.chain, entry.request.block_table, entry.request.compact_table
         count = max(entry.num_compacted, self.num_compact(entry.num_written - 1))
         for index in range(entry.num_compacted, count):
@@ -243,7 +243,7 @@ class Blocks:
         return Room(len(request.block_table) - entry.num_compacted, len(request.compact_table))
 
     def still_takes(self, entry: Entry) -> Room:
-        """Blocks that a running request takes for its tokens, and one more of each if it goes on beyond them."""
+        """Blocks that a running request takes for its tokens, and one more if it goes on beyond them."""
         request, held = entry.request, self.held(entry)
         needed = -(-request.num_tokens // self._size)
         grows = entry.last_position > needed * self._size
@@ -255,8 +255,9 @@ class Blocks:
         """Blocks that a waiting request takes for its tokens, beside what was matched."""
         needed = -(-entry.request.num_tokens // self._size) - match.num_compact
         shared = len(match.nodes) - match.num_compact
-        compact = self.num_compact(entry.request.num_tokens - 1) - match.num_compact
-        return Room(min(needed, self._peak) - shared, compact)
+        there = sum(node.compact != NO_BLOCK for node in match.nodes)
+        compact = self.num_compact(entry.request.num_tokens - 1) - there
+        return Room(min(needed, self._peak) - shared, max(0, compact))
 
     def available(self, match: Match) -> Room:
         """Blocks that can be taken while what was matched is kept."""
@@ -279,11 +280,11 @@ class Blocks:
             assert len(entry.chain.path) * self._size <= entry.num_written, "matched before written"
         stored = [e.request.block_table[e.num_compacted :] for e in entries]
         self.stored.check_invariants(stored, self.cache.blocks())
-        compact = [e.request.compact_table for e in entries]
-        self.compact.check_invariants(compact, self.cache.compact_blocks())
+        tables = [e.request.compact_table for e in entries]
+        self.compact.check_invariants(tables, self.cache.compact_blocks())
         assert self.stored.num_kept == self.cache.num_evictable, "a kept block can never be evicted"
         stored_too = {n.compact for e in entries for n in e.chain.path[e.chain.num_compact :]} - {NO_BLOCK}
-        in_tables = {block for table in compact for block in table}
+        in_tables = {block for table in tables for block in table}
         unread = len(stored_too - in_tables)  # of blocks that are in use as stored
         assert self.compact.num_kept == self.cache.num_evictable_compact + unread
         self.cache.check_invariants([entry.chain for entry in entries])

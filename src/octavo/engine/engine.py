@@ -433,6 +433,7 @@ class Engine:
             prompt_logprobs=entry.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens or 0,
             num_disk_tokens=first.num_disk_tokens,
+            num_compact_tokens=first.num_compact_tokens,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,

@@ -413,13 +413,16 @@ class Scheduler:
         if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
             return []
         reusable = self._blocks.cache.digests(chain)[: (request.num_tokens - 1) // self._block_size]
-        return self._disk.fetch(self._blocks.cache.root_digest(chain), reusable, chain.packed, len(match.nodes))
+        return self._disk.fetch(
+            self._blocks.cache.root_digest(chain), reusable, chain.packed, len(match.nodes)
+        )
 
     def _note_hit(self, entry: Entry, match: Match, num_loads: int) -> None:
         request = entry.request
         request.num_disk_tokens = num_loads * self._block_size
         in_memory = len(match.nodes) * self._block_size + match.tail_rows
         request.num_cached_tokens = in_memory + request.num_disk_tokens
+        request.num_compact_tokens = match.num_compact * self._block_size
         if self._blocks.cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
@@ -458,7 +461,9 @@ class Scheduler:
     def view(self) -> CacheView:
         """Every block of the pool, and who holds it; a copy."""
         requests = [entry.request for entry in self._running]
-        return CacheView.of(self._block_size, self._blocks.stored.refs, self._blocks.cache.parents(), requests)
+        return CacheView.of(
+            self._block_size, self._blocks.stored.refs, self._blocks.cache.parents(), requests
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""

@@ -29,8 +29,8 @@ class BlockLoad:
 class ScheduledRequest:
     """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed.
 
-    ``compactions`` are pairs of a block as stored and a compact block, which each layer fills with its compact
-    form after its K and V are written and before it attends.
+    ``compactions`` are pairs of a block as stored and a compact block, which each layer fills with its
+    compact form after its K and V are written and before it attends.
     """
 
     request: Request

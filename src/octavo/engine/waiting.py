@@ -18,9 +18,10 @@ class Entry:
     """The scheduler's own notes on a request.
 
     ``num_written`` tokens have K and V that an earlier step wrote (rows copied or computed by a
-    step that is under way do not count), and the compact forms of its first ``num_compacted`` blocks are
-    written. ``last_position`` is how many tokens can ever need K and V. ``passed`` counts later requests that were admitted before this one. ``put_off`` is the
-    digest that a waiting request waits for; ``claims`` are those that a running one will write.
+    step that is under way do not count), and the compact forms of its first ``num_compacted`` blocks
+    are written. ``last_position`` is how many tokens can ever need K and V. ``passed`` counts later
+    requests that were admitted before this one. ``put_off`` is the digest that a waiting request waits
+    for; ``claims`` are those that a running one will write.
     """
 
     request: Request
