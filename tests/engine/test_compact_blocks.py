@@ -72,7 +72,7 @@ def test_two_requests_with_one_prefix_compact_it_once() -> None:
     first = add(model, prompt, max_tokens=1)
     model.run()
     made = len(model.compactions[first.id])
-    again = [add(model, prompt + [n], max_tokens=20) for n in range(3)]
+    again = [add(model, [*prompt, n], max_tokens=20) for n in range(3)]
     model.run()
     for request in again:
         assert request.num_cached_tokens == 61 - 61 % SIZE + 61 % SIZE
@@ -164,5 +164,5 @@ def test_the_longest_sequence_is_computed_and_one_token_more_is_refused(shape, c
 
 @pytest.mark.parametrize(("window", "compact"), [(6, 4), (0, 4), (8, 0)])
 def test_pools_that_cannot_be_are_refused(window: int, compact: int) -> None:
-    with pytest.raises(ValueError, match="history_window must be a multiple|num_compact_blocks must be"):
+    with pytest.raises(ValueError, match=r"history_window must be a multiple|num_compact_blocks must be"):
         compact_model(window=window, num_compact=compact)

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.chain import sha256
+from octavo.cache.chain import Node, sha256
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
 from octavo.engine.blocks import PoolShape
@@ -287,10 +287,9 @@ def _ignore_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    def enqueue(self: PrefixCache, node: object) -> None:
-        node.queue_key = (node.last_used, node.serial)  # type: ignore[attr-defined]  # object is all the patch knows
-        (self._protected if node.protected else self._probation).add(node.queue_key)  # type: ignore[attr-defined]  # as above
-        self._queued[node.serial] = node  # type: ignore[attr-defined,assignment]
+    def enqueue(self: PrefixCache, node: Node) -> None:
+        self._leaves.remove(node)
+        self._leaves.add(node)
 
     monkeypatch.setattr(PrefixCache, "_enqueue", enqueue)
 

@@ -96,11 +96,11 @@ def test_s05_at_least_one_token_is_computed() -> None:
 def test_match_is_pure() -> None:
     cache = make()
     serve(cache, list(range(10)))
-    before = (len(cache), cache.num_evictable, cache._clock, list(cache._probation))
+    before = (len(cache), cache.num_evictable, cache._clock, list(cache._leaves.probation))
     for tokens in (list(range(10)), [0, 1, 9], [7], list(range(40))):
         cache.match(cache.chain(tokens, ""))
         cache.match(cache.chain(tokens, "unknown salt"))
-    assert (len(cache), cache.num_evictable, cache._clock, list(cache._probation)) == before
+    assert (len(cache), cache.num_evictable, cache._clock, list(cache._leaves.probation)) == before
 
 
 def test_a_block_is_matched_only_when_it_was_registered() -> None:
@@ -284,7 +284,7 @@ def test_an_old_favourite_ages_out() -> None:
     for n in range(10):
         for _ in range(2):
             serve_within(cache, 20, [*favourite(100 * n), 7])
-        assert cache._num_protected <= 20
+        assert cache._leaves.num_protected <= 20
     assert hit(cache, [*favourite(900), 8]) == 16
     assert hit(cache, [*favourite(0), 8]) == 0
 
@@ -297,7 +297,7 @@ def test_what_is_new_has_a_chance_beside_favourites() -> None:
         chain = cache.chain([*favourite, 7], "")
         cache.commit(chain, cache.match(chain), hit=True)
         cache.release(chain, None, 0)
-    assert cache._num_protected == 19, "more than the cap of 16"
+    assert cache._leaves.num_protected == 19, "more than the cap of 16"
     for new in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
         serve_within(cache, 20, new)
     # The oldest favourites gave way, so the new ones live long enough to be hit.

@@ -20,6 +20,11 @@ def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def compact_key(digest: bytes) -> bytes:
+    """The name of a block's compact form, where the block itself goes by its digest."""
+    return sha256(b"compact" + digest)
+
+
 def pack(token_ids: Sequence[int]) -> bytes:
     """Token ids as big-endian 32-bit numbers. Raises ValueError for one that does not fit."""
     try:
@@ -83,7 +88,9 @@ class Chain:
     Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
     ``path[i]`` is the node that stands for the request's block i: the first ``num_compact`` of them are read
     in compact form, the others as stored. ``broken`` means that no further block of this request can be
-    registered. The first ``num_saved`` blocks of ``path`` are on disk or on their way.
+    registered. The first ``num_saved`` blocks of ``path`` are on disk as stored or on their way, and so are
+    the compact forms of the first ``num_saved_compact``; of those from ``num_compact_at_start`` on the first
+    ``num_struck`` are no longer kept there as stored.
     """
 
     salt: str
@@ -94,6 +101,9 @@ class Chain:
     num_compact: int = 0
     broken: bool = False
     num_saved: int = 0
+    num_saved_compact: int = 0
+    num_compact_at_start: int = 0
+    num_struck: int = 0
 
     @property
     def num_tokens(self) -> int:

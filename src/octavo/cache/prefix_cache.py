@@ -25,6 +25,7 @@ from octavo.cache.chain import (
 )
 from octavo.cache.sorted_keys import SortedKeys
 from octavo.cache.spare import Spare
+from octavo.cache.unused_leaves import UnusedLeaves
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
@@ -41,13 +42,31 @@ class Evicted(NamedTuple):
     compact: int
 
 
+def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int | None) -> tuple[int, int]:
+    """How many blocks of a prefix can be reused, and how many of those are read in compact form.
+
+    ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
+    before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
+    stored alone and are made compact then.
+    """
+    compact_end = next((i for i, there in enumerate(compact) if not there), len(compact))
+    best, missing = (0, 0), -1  # the last block that is not there as stored
+    for index, there in enumerate(stored):
+        if not there:
+            missing = index
+        old = 0 if window_blocks is None else max(0, index + 1 - window_blocks)
+        read_compact = min(compact_end, old)
+        if missing < read_compact:
+            best = index + 1, read_compact
+    return best
+
+
 class PrefixCache:
     """Digests, the tree of cached blocks, and the order in which they are given up.
 
-    Eviction takes unused leaves only. A block that was never hit is on *probation* and goes before
-    those that were hit, which are *protected*; within each, the least recently used goes first. When
-    more than ``PROTECTED_SHARE`` of the pool is protected, the oldest ones return to probation.
-    Operations on one block cost O(log n) in the number of cached blocks.
+    Eviction takes unused leaves only, blocks that were never hit before those that were (see
+    :class:`~octavo.cache.unused_leaves.UnusedLeaves`). Operations on one block cost O(log n) in the number
+    of cached blocks.
 
     With ``window_blocks`` old history is read in compact form: a query in block i reads the blocks before
     i - window_blocks so, and the others as stored. A hit then ends only where all that is read as stored is
@@ -70,7 +89,7 @@ class PrefixCache:
         #: Blocks that are read by nobody: as stored, and in compact form.
         self.num_evictable = self.num_evictable_compact = 0
         self.num_evictions = 0
-        self._window = window_blocks
+        self.window_blocks = window_blocks
         self._fingerprint = fingerprint
         self._hash = hash_function
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
@@ -87,11 +106,8 @@ class PrefixCache:
         self._by_compact: dict[int, Node] = {}
         self._by_key: dict[bytes, Node] = {}
         self._children: SortedKeys[bytes] = SortedKeys()
-        self._probation: SortedKeys[tuple[int, int]] = SortedKeys()
-        self._protected: SortedKeys[tuple[int, int]] = SortedKeys()
-        self._queued: dict[int, Node] = {}
-        self._num_protected = 0
-        self._spare = Spare(self._window)
+        self._leaves = UnusedLeaves(self._max_protected)
+        self._spare = Spare(self.window_blocks)
         self.num_evictable = self.num_evictable_compact = 0
 
     def __len__(self) -> int:
@@ -144,43 +160,34 @@ class PrefixCache:
 
     def match(self, chain: Chain) -> Match:
         """The longest cached prefix of a chain that can be read, less than all of it. Changes nothing."""
-        node = self._roots.get(chain.root_name)
+        nodes = self.known(chain)
+        node = nodes[-1] if nodes else self._roots.get(chain.root_name)
         if node is None or not self.enabled:
             return Match()
+        stored, compact = ([n.block != NO_BLOCK for n in nodes], [n.compact != NO_BLOCK for n in nodes])
+        count, num_compact = readable(stored, compact, self.window_blocks)
+        if count < len(nodes):
+            return Match(tuple(nodes[:count]), num_compact=num_compact, num_known=len(nodes))
+        start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
+        end = min(start + self.block_size, limit)
+        wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        tail, rows = self._longest_common(node, wanted)
+        return Match(tuple(nodes), tail, rows, num_compact, len(nodes))
+
+    def known(self, chain: Chain) -> list[Node]:
+        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it."""
+        node, nodes = self._roots.get(chain.root_name), list[Node]()
+        if node is None or not self.enabled:
+            return nodes
         # The last token is always computed: its hidden state gives the next one.
-        limit = chain.num_tokens - 1
-        nodes: list[Node] = []
-        for digest in self.digests(chain)[: limit // self.block_size]:
+        for digest in self.digests(chain)[: (chain.num_tokens - 1) // self.block_size]:
             child = self._by_digest.get(digest)
             start = len(nodes) * self._block_bytes
             if child is None or not self._is(child, node, chain.packed[start : start + self._block_bytes]):
                 break
             nodes.append(child)
             node = child
-        count, num_compact = self._readable(nodes)
-        if count < len(nodes):
-            return Match(tuple(nodes[:count]), num_compact=num_compact, num_known=len(nodes))
-        start = len(nodes) * self.block_size
-        end = min(start + self.block_size, limit)
-        wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
-        tail, rows = self._longest_common(node, wanted)
-        return Match(tuple(nodes), tail, rows, num_compact, len(nodes))
-
-    def _readable(self, nodes: Sequence[Node]) -> tuple[int, int]:
-        """How many of these blocks a chain can reuse, and how many of those in compact form."""
-        if self._window is None:
-            return len(nodes), 0
-        compact = 0
-        while compact < len(nodes) and nodes[compact].compact != NO_BLOCK:
-            compact += 1
-        best, missing = (0, 0), -1  # the last block that is not there as stored
-        for index, node in enumerate(nodes):
-            if node.block == NO_BLOCK:
-                missing = index
-            read_compact = min(compact, max(0, index + 1 - self._window))
-            if missing < read_compact:
-                best = index + 1, read_compact
-        return best
+        return nodes
 
     @staticmethod
     def _is(node: Node, parent: Node, tokens: bytes | bytearray) -> bool:
@@ -206,9 +213,8 @@ class PrefixCache:
             self._use(node)
             if index >= match.num_compact:
                 self._use_stored(node)
-            if hit and not node.protected:
-                node.protected = True
-                self._num_protected += 1
+            if hit:
+                self._leaves.protect(node)
         chain.path, chain.num_compact = list(match.nodes), match.num_compact
         if match.tail is not None:
             # Copied, not used; and not protected either: one common token is no proof of worth.
@@ -217,7 +223,7 @@ class PrefixCache:
     def _use(self, node: Node) -> None:
         if node.users == 0:
             self.num_evictable_compact -= node.compact != NO_BLOCK
-            self._unqueue(node)
+            self._leaves.remove(node)
         node.users += 1
         node.last_used = self._clock
 
@@ -233,7 +239,7 @@ class PrefixCache:
 
     def _touch(self, node: Node) -> None:
         queued = node.queue_key is not None
-        self._unqueue(node)
+        self._leaves.remove(node)
         node.last_used = self._clock
         if queued:
             self._enqueue(node)
@@ -316,6 +322,27 @@ class PrefixCache:
         chain.path.append(node)
         return node.block
 
+    def extend_compact(self, chain: Chain, compact: int) -> int:
+        """As :meth:`extend`, for a block that the chain has in compact form alone, as all before it."""
+        index = len(chain.path)
+        digest = self.digests(chain)[index]
+        tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
+        parent = chain.path[-1] if chain.path else self._root(chain)
+        node = self._by_digest.get(digest)
+        if node is None:
+            node = self._insert(parent, tokens, NO_BLOCK, digest, compact)
+        elif not self._is(node, parent, tokens):
+            chain.broken = True
+            self._drop_childless_root(parent)
+            return compact
+        self._clock += 1
+        self._use(node)
+        if node.compact == NO_BLOCK:
+            self._set_compact(node, compact)
+        chain.path.append(node)
+        chain.num_compact += 1
+        return node.compact
+
     def compacted(self, chain: Chain, compact: int) -> int:
         """Take the compact form of the next of the chain's blocks that it reads as stored, written in
         ``compact``; from now on the chain reads that.
@@ -325,11 +352,15 @@ class PrefixCache:
         """
         node = chain.path[chain.num_compact]
         if node.compact == NO_BLOCK:
-            node.compact = compact
-            self._by_compact[compact] = node
+            self._set_compact(node, compact)
         chain.num_compact += 1
         self._leave_stored(node)
         return node.compact
+
+    def _set_compact(self, node: Node, compact: int) -> None:
+        node.compact = compact
+        self._by_compact[compact] = node
+        self._spare.update(node)
 
     def release(self, chain: Chain, tail_block: int | None, tail_rows: int) -> None:
         """End the chain's use of its nodes; cache its last, partly filled block as a tail.
@@ -369,27 +400,33 @@ class PrefixCache:
             self._policies[chain.policy] = None
         return root
 
-    def _insert(self, parent: Node, tokens: bytes, block: int, digest: bytes | None) -> Node:
+    def _insert(
+        self, parent: Node, tokens: bytes, block: int, digest: bytes | None, compact: int = NO_BLOCK
+    ) -> Node:
         """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
-        node = Node(self._serial, block, parent, tokens, digest)
+        node = Node(self._serial, block, parent, tokens, digest, compact)
         key = node.key
         shorter = self._children.below(key)
         if shorter is not None and key.startswith(shorter):
             # A tail that the new block begins with is of no more use: it goes first.
             old = self._by_key[shorter]
-            self._unqueue(old)
+            self._leaves.remove(old)
             old.last_used = 0
             self._enqueue(old)
         self._children.add(key)
         self._by_key[key] = node
-        self._by_block[block] = node
+        if block != NO_BLOCK:
+            self._by_block[block] = node
+            self.num_evictable += 1
+        if compact != NO_BLOCK:
+            self._by_compact[compact] = node
+            self.num_evictable_compact += 1
         if digest is not None:
             self._by_digest[digest] = node
         parent.num_children += 1
         self._spare.children_changed(parent, parent.num_children - 1)
         self._spare.added(node)
-        self.num_evictable += 1
         return node
 
     # ---- giving up
@@ -400,17 +437,16 @@ class PrefixCache:
         That is the stored form of a block that has both, which frees no ``compact`` one, or an unused leaf,
         which may have one form only: so what was wanted may take more than one call.
         """
-        self._age_out()
-        queue = self._probation if len(self._probation) else self._protected
-        if not compact and len(self._spare) and (self._spare.unguarded or not len(queue)):
+        self._clock = self._leaves.age_out(self._clock)
+        if not compact and len(self._spare) and (self._spare.unguarded or not len(self._leaves)):
             node = self._spare.first()
             evicted = Evicted(node.block, NO_BLOCK)
             del self._by_block[node.block]
             node.block = NO_BLOCK
             self.num_evictable -= 1
             self._spare.update(node)
-        elif len(queue):
-            node = self._queued[queue.first()[1]]
+        elif len(self._leaves):
+            node = self._leaves.first()
             evicted = Evicted(node.block, node.compact)
             self._remove(node)
         else:
@@ -422,40 +458,18 @@ class PrefixCache:
         """Forget everything. The caller drops every chain's path and breaks it."""
         self._forget_all()
 
-    def _age_out(self) -> None:
-        while self._num_protected > self._max_protected and len(self._protected):
-            node = self._queued[self._protected.first()[1]]
-            self._unqueue(node)
-            self._unprotect(node)
-            self._clock += 1
-            node.last_used = self._clock
-            self._enqueue(node)
-
-    def _unprotect(self, node: Node) -> None:
-        if node.protected:
-            node.protected = False
-            self._num_protected -= 1
-
     def _enqueue(self, node: Node) -> None:
         if node.users or node.num_children or node.parent is None:
             return
         if node.block == NO_BLOCK:
             # No prefix can end here any more.
-            self._unprotect(node)
+            self._leaves.unprotect(node)
             node.last_used = 0
-        node.queue_key = (node.last_used, node.serial)
-        (self._protected if node.protected else self._probation).add(node.queue_key)
-        self._queued[node.serial] = node
-
-    def _unqueue(self, node: Node) -> None:
-        if node.queue_key is not None:
-            (self._protected if node.protected else self._probation).remove(node.queue_key)
-            del self._queued[node.serial]
-            node.queue_key = None
+        self._leaves.add(node)
 
     def _remove(self, node: Node) -> None:
-        self._unqueue(node)
-        self._unprotect(node)
+        self._leaves.remove(node)
+        self._leaves.unprotect(node)
         key, parent = node.key, node.parent
         assert parent is not None
         self._children.remove(key)
@@ -510,8 +524,6 @@ class PrefixCache:
                 assert node.compact == NO_BLOCK or parent.compact != NO_BLOCK, "compact below stored only"
             assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
             assert node.digest is None or self._by_digest[node.digest] is node
-            leaf = node.users == 0 and node.num_children == 0
-            assert (node.queue_key is not None) == leaf, "the queues hold exactly the unused leaves"
         children = Counter(node.parent.serial for node in nodes if node.parent is not None)
         for parent in [*nodes, *self._roots.values()]:
             assert parent.num_children == children[parent.serial]
@@ -519,10 +531,9 @@ class PrefixCache:
         by_compact = self._by_compact.values()
         assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
         assert self.num_evictable_compact == sum(node.users == 0 for node in by_compact)
-        assert self._num_protected == sum(node.protected for node in nodes)
         assert list(self._children) == sorted(self._by_key)
         assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
         assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
         assert len(self._by_digest) == sum(node.digest is not None for node in nodes)
-        assert len(self._queued) == len(self._probation) + len(self._protected)
+        self._leaves.check_invariants(nodes)
         self._spare.check_invariants(nodes)

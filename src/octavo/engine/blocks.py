@@ -8,7 +8,8 @@ from typing import NamedTuple
 from octavo.cache.block_pool import BlockPool
 from octavo.cache.chain import NO_BLOCK, Match
 from octavo.cache.prefix_cache import Evicted, PrefixCache
-from octavo.engine.step import BlockCopy
+from octavo.engine.disk_prefix import LoadedRows
+from octavo.engine.step import BlockCopy, BlockLoad
 from octavo.engine.waiting import Entry
 from octavo.request import Request
 
@@ -169,6 +170,21 @@ class Blocks:
             self.compact.share(block)
         self.cache.commit(entry.chain, match, hit=hit)
         entry.num_written, entry.num_compacted = len(match.nodes) * self._size, count
+        entry.chain.num_compact_at_start = count
+
+    def load(self, entry: Entry, loads: Iterable[LoadedRows]) -> list[BlockLoad]:
+        """Take blocks for the rows that follow what was matched, compact ones first."""
+        request, steps = entry.request, []
+        for rows, compact in loads:
+            own = self._take_compact() if compact else self.take()
+            assert own is not None, "admission made sure of room"
+            assert own != NO_BLOCK, "admission made sure of room"
+            if compact:
+                request.compact_table.append(own)
+            request.block_table.append(NO_BLOCK if compact else own)
+            steps.append(BlockLoad(own, rows, compact))
+        entry.num_compacted = entry.chain.num_compact_at_start = len(request.compact_table)
+        return steps
 
     def copy_tail(self, request: Request, match: Match) -> BlockCopy | None:
         """Take a block for the rows of the match's tail, which is to be copied there."""
@@ -184,9 +200,14 @@ class Blocks:
 
         A block that another request wrote too is given up for that one's.
         """
-        chain, table, size, filled = entry.chain, entry.request.block_table, self._size, []
+        chain, table, compact = entry.chain, entry.request.block_table, entry.request.compact_table
+        size, filled = self._size, []
         while not chain.broken and (len(chain.path) + 1) * size <= entry.num_written:
             index = len(chain.path)
+            if index < entry.num_compacted:
+                self._keep_compact(entry, index, self.cache.extend_compact(chain, compact[index]))
+                filled.append(chain.digests[index])
+                continue
             standing = self.cache.extend(chain, table[index])
             if standing != table[index]:
                 self.stored.share(standing)
@@ -201,14 +222,17 @@ class Blocks:
         count = max(entry.num_compacted, self.num_compact(entry.num_written - 1))
         for index in range(entry.num_compacted, count):
             if index < len(chain.path):
-                standing = self.cache.compacted(chain, compact[index])
-                if standing != compact[index]:
-                    self.compact.share(standing)
-                    self.compact.release(compact[index], keep=False)
-                    compact[index] = standing
+                self._keep_compact(entry, index, self.cache.compacted(chain, compact[index]))
             self.stored.release(table[index], keep=self.cache.holds(table[index]))
             table[index] = NO_BLOCK
         entry.num_compacted = count
+
+    def _keep_compact(self, entry: Entry, index: int, standing: int) -> None:
+        compact = entry.request.compact_table
+        if standing != compact[index]:
+            self.compact.share(standing)
+            self.compact.release(compact[index], keep=False)
+            compact[index] = standing
 
     def give_up(self, entry: Entry) -> None:
         """Take all blocks of a request back; what is written stays cached."""
@@ -232,8 +256,9 @@ class Blocks:
                 if pool.refs[block] == 0:
                     pool.reclaim(block)
         for entry in running:
-            entry.chain.path, entry.chain.num_compact, entry.chain.num_saved = [], 0, 0
-            entry.chain.broken = True
+            chain = entry.chain
+            chain.path, chain.num_compact, chain.broken = [], 0, True
+            chain.num_saved = chain.num_saved_compact = chain.num_struck = 0
 
     # ---- room
 

@@ -218,7 +218,7 @@ def assemble(
             (rows + planes) / (kv_cache.key.numel() + kv_cache.value.numel()) / 2,
         )
     fingerprint = prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention))
-    disk = open_disk(config, kv_cache.block_bytes, fingerprint)
+    disk = open_disk(config, kv_cache, fingerprint)
     scheduler = Scheduler(
         config.scheduler,
         resources.pool_shape(cache),
@@ -244,12 +244,13 @@ def assemble(
     )
 
 
-def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskCache | None:
+def open_disk(config: EngineConfig, kv_cache: KVCache, fingerprint: str) -> DiskCache | None:
     """The cache's folder, if the configuration names one. Raises ValueError, in one sentence."""
     cache = config.cache
     if cache.cache_dir is None:
         return None
     max_bytes = resources.parse_size(cache.cache_disk)
+    block_bytes = kv_cache.block_bytes
     least = MIN_BYTES + MIN_DISK_BLOCKS * record_bytes(TOKEN_BYTES * cache.block_size, block_bytes)
     if max_bytes < least:
         raise ValueError(
@@ -258,7 +259,12 @@ def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskC
         )
     store = DiskStore(Path(cache.cache_dir), max_bytes)
     return DiskCache(
-        store, block_size=cache.block_size, row_bytes=block_bytes, origin=bytes.fromhex(fingerprint[:16])
+        store,
+        block_size=cache.block_size,
+        row_bytes=block_bytes,
+        compact_bytes=kv_cache.compact_block_bytes,
+        window_blocks=resources.pool_shape(cache).window_blocks,
+        origin=bytes.fromhex(fingerprint[:16]),
     )
 
 
@@ -439,5 +445,3 @@ def _check_history(cache: CacheConfig) -> None:
         raise ValueError(
             f"history_window must be a multiple of the block size {step}, got {cache.history_window}"
         )
-    if cache.cache_dir is not None:
-        raise ValueError('cache_dir does not keep compact blocks yet: leave it out with history="compact"')

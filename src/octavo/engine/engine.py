@@ -322,7 +322,8 @@ class Engine:
         self._scheduler.update(output, result.tokens)
         if self._disk is not None:
             for sealed in self._disk.take_sealed():
-                self._disk.put(sealed, self._runner.read_block(sealed.block))
+                self._disk.put(sealed, self._runner.read_block(sealed.block, compact=sealed.compact))
+            self._disk.strike_out()
         now = time.monotonic()
         for entry, choice in owners:
             request = choice.request

@@ -88,13 +88,14 @@ class Runner:
         """Run the step's copies and loads, in order; once, before :meth:`run`."""
         for copy in copies:
             if isinstance(copy, BlockLoad):
-                self.kv_cache.write_block(copy.dst, copy.rows)
+                write = self.kv_cache.write_compact if copy.compact else self.kv_cache.write_block
+                write(copy.dst, copy.rows)
             else:
                 self.kv_cache.copy_rows(copy.src, copy.dst, copy.num_rows)
 
-    def read_block(self, block: int) -> memoryview:
-        """A copy of all that a block holds."""
-        return self.kv_cache.read_block(block)
+    def read_block(self, block: int, *, compact: bool = False) -> memoryview:
+        """A copy of all that a block holds, a compact one if ``compact``."""
+        return self.kv_cache.read_compact(block) if compact else self.kv_cache.read_block(block)
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         """Compute every share of the step and sample where a share ends at the last token.

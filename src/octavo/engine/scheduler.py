@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from octavo.cache.chain import Match, sha256
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
+from octavo.engine import disk_prefix
 from octavo.engine.blocks import Blocks, PoolShape, Room
+from octavo.engine.disk_prefix import LoadedRows
 from octavo.engine.step import (
-    BlockLoad,
     CacheView,
     ScheduledRequest,
     SchedulerOutput,
@@ -215,7 +215,6 @@ class Scheduler:
             samples = share.samples
             request.num_computed_tokens = entry.num_written = share.start + share.num_tokens
             self._register(entry)
-            self._blocks.give_up_stored(entry)
             if samples:
                 token = sampled[request.id]
                 request.output_token_ids.append(token)
@@ -266,10 +265,12 @@ class Scheduler:
         """Make the blocks that the step filled matchable, and wake those who waited for them."""
         for digest in self._blocks.register(entry):
             self._waiting.settle(entry, digest)
+        self._blocks.give_up_stored(entry)
         chain = entry.chain
         if chain.broken:
             self._waiting.drop_claims(entry)
-        if self._disk is not None and chain.num_saved < len(chain.path):
+        saved = chain.num_saved, chain.num_saved_compact
+        if self._disk is not None and saved != (len(chain.path), chain.num_compact):
             self._disk.note(chain, self._blocks.cache.root_digest(chain))
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
@@ -380,20 +381,14 @@ class Scheduler:
         request = entry.request
         self._waiting.remove(entry)
         first = request.num_cached_tokens is None
-        loads = self._on_disk(entry, match)
-        if loads:
-            match = replace(match, tail=None, tail_rows=0)  # a block is more than the rows of a tail
+        match, loads = self._on_disk(entry, match)
         if first:
-            self._note_hit(entry, match, len(loads))
+            self._note_hit(entry, match, loads)
         self._blocks.start(entry, match, hit=first)
-        table = request.block_table
-        for rows in loads:
-            own = self._blocks.take()
-            assert own is not None, "admission made sure of room"
-            step.copies.append(BlockLoad(own, rows))
+        if loads:
+            step.copies += self._blocks.load(entry, loads)
             step.loads = True
-            table.append(own)
-        computed = len(table) * self._block_size
+        computed = len(request.block_table) * self._block_size
         if match.tail is not None:
             copy = self._blocks.copy_tail(request, match)
             if copy is not None:
@@ -407,22 +402,24 @@ class Scheduler:
             self._waiting.claim(entry, self._blocks.cache.digests(entry.chain)[len(match.nodes) :])
         self._schedule_share(entry, step)
 
-    def _on_disk(self, entry: Entry, match: Match) -> list[memoryview]:
-        """Rows of the blocks that follow the match on disk, less than the whole of the request's tokens."""
+    def _on_disk(self, entry: Entry, match: Match) -> tuple[Match, Sequence[LoadedRows]]:
+        """What of the prefix is taken from memory, and the rows that follow it on disk."""
         chain, request = entry.chain, entry.request
         if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
-            return []
-        reusable = self._blocks.cache.digests(chain)[: (request.num_tokens - 1) // self._block_size]
-        return self._disk.fetch(
-            self._blocks.cache.root_digest(chain), reusable, chain.packed, len(match.nodes)
-        )
+            return match, ()
+        found = disk_prefix.longest(chain, self._blocks.cache, self._disk, match)
+        # With less of it from memory it may take more blocks than it was admitted for.
+        if found.loads and self._fits(entry, found.match, self._committed()):
+            return found
+        return match, ()
 
-    def _note_hit(self, entry: Entry, match: Match, num_loads: int) -> None:
+    def _note_hit(self, entry: Entry, match: Match, loads: Sequence[LoadedRows]) -> None:
         request = entry.request
-        request.num_disk_tokens = num_loads * self._block_size
+        request.num_disk_tokens = len(loads) * self._block_size
         in_memory = len(match.nodes) * self._block_size + match.tail_rows
         request.num_cached_tokens = in_memory + request.num_disk_tokens
-        request.num_compact_tokens = match.num_compact * self._block_size
+        num_compact = match.num_compact + sum(load.compact for load in loads)
+        request.num_compact_tokens = num_compact * self._block_size
         if self._blocks.cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return

@@ -19,10 +19,11 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """Fill block ``dst`` with ``rows``, which an earlier process left on disk."""
+    """Fill block ``dst``, compact or not, with ``rows``, which an earlier process left on disk."""
 
     dst: int
     rows: memoryview
+    compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
