@@ -42,6 +42,13 @@ inline F8 keep8(F8 x, unsigned bits) {
     return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
 }
 
+// Sums in a fixed tree of eight lanes: isa_portable.cpp spells it out.
+inline float fold8(F8 x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 using I8 = __m256i;     // eight 32-bit integers
 using Codes = __m256i;  // eight pairs of 16-bit integers
 

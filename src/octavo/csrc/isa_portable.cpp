@@ -59,6 +59,11 @@ inline unsigned not_below8(const F8& x, const F8& limit) {
     for (int i = 0; i < 8; ++i) bits |= unsigned(!(x.lane[i] < limit.lane[i])) << i;
     return bits;
 }
+// Sums in a fixed tree of eight lanes.
+inline float fold8(const F8& x) {
+    const float* lane = x.lane;
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
 inline F8 keep8(const F8& x, unsigned bits) {
     return map8([&](int i) { return (bits >> i & 1) != 0 ? x.lane[i] : 0.0f; });
 }

@@ -120,11 +120,12 @@ private:
         float limit, dropped;             // `dropped` is relative to the limit
         int64_t rescored;
     };
-    // Rows against the records of the keys [begin, end).
+    // Rows against the records of the keys [begin, end), or where they are ranked the records [begin, end).
     struct Part {
         Item item;
         int64_t begin, end;
         std::vector<Found> found;
+        std::vector<float> rank;  // [rows][end - begin]
     };
     // A span of 16 that this step completes.
     struct Seal {
@@ -133,9 +134,11 @@ private:
     };
 
     void divide(int64_t window, bool planes);
-    bool cut_scan(const Item& item, int64_t window, int64_t scans);
+    bool cut(const Item& item, int64_t window, int64_t scans);
     // Keys whose records all rows of an item see whole, before their queries and recent keys.
     std::pair<int64_t, int64_t> scan_range(const Item& item, int64_t window) const;
+    static std::pair<int64_t, int64_t> ranked(const TopkPolicy& policy, int64_t position, int64_t window);
+    std::pair<int64_t, int64_t> rank_range(const Item& item, int64_t window) const;
     void seal(const TopkLayerArgs& args);
     void check(const TopkPlanes& planes) const;
     // Whether rows of the sequence may be other than dense.
