@@ -79,10 +79,10 @@ class CompactKV(NamedTuple):
     """One layer's compact history: blocks in 8 bits or fewer, with ids of their own.
 
     ``key`` and ``value`` are [num_compact, num_kv_heads, block_size / 16, record bytes] uint8. A record of
-    keys is as in the scan plane: key j of its 16 is mean + scale_j code_j. A value with 8 bits is scale_j code_j,
-    with 4 bits minimum_j + scale_j code_j; see ``octavo.kernels.compact``. ``mean_value`` [..., head_dim]
-    float16 and ``bounds`` [..., 2, head_dim] float16 are as in ``TopkPlanes``, None where the layer's planes
-    have none.
+    keys is as in the scan plane: key j of its 16 is mean + scale_j code_j. A value with 8 bits is
+    scale_j code_j, with 4 bits minimum_j + scale_j code_j; see ``octavo.kernels.compact``.
+    ``mean_value`` [..., head_dim] float16 and ``bounds`` [..., 2, head_dim] float16 are as in ``TopkPlanes``,
+    None where the layer's planes have none.
     """
 
     key: torch.Tensor
