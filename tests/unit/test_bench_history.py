@@ -52,9 +52,8 @@ def settings(model: Path, files: tuple[Path, Path], *sections: str) -> history_r
         text=files[1],
         sections=sections,
         threads=1,
-        turns=history_run.Turns(
-            lengths=(1024, 2048), long=(1024, 2048), rounds=2, together_tokens=1024, together_memory="1MiB"
-        ),
+        memory=history_run.Memory(tokens=2048, together_tokens=1024, together_memory="1MiB"),
+        turns=history_run.Turns(lengths=(1024, 2048), long=(1024, 2048), rounds=2),
         quality=history_quality.Settings(windows=(1024, 2048), tokens=2048, lengths=(1024,)),
         restart=history.Settings(
             model=str(model),
@@ -81,14 +80,13 @@ def run(wanted: history_run.Settings, earlier: dict[str, Any] | None = None) -> 
 
 def test_turns(model: Path, files: tuple[Path, Path], tmp_path: Path):
     result = run(settings(model, files, "turns"), {"kills": {"kept": 1}, "turns": {"old": 1}})
-    assert list(result) == ["bench", "kills", "turns"]
+    assert set(result) == {"bench", "kills", "turns"}
     assert "old" not in result["turns"]
     section = result["turns"]
     next_turn = section["next_turn"]
     dense = [name for name, way in history_memory.WAYS.items() if not way.attn_topk]
-    assert [row["way"] for row in next_turn["rows"] if row["way"] in dense] == [
-        n for n in dense for _ in "ab"
-    ]
+    measured = [row["way"] for row in next_turn["rows"] if row["way"] in dense]
+    assert measured == [name for name in dense for _ in (1024, 2048)]
     for row in next_turn["rows"]:
         assert row["tokens"] - 300 < row["prompt_tokens"] <= row["tokens"] - next_turn["answer_tokens"]
         # The question is new, the history is not.
@@ -100,13 +98,22 @@ def test_turns(model: Path, files: tuple[Path, Path], tmp_path: Path):
     assert (
         by["compact-int4", 2048] < by["compact-int8", 2048] < by["compact-int8", 1024] < by["float16", 1024]
     )
-    for row in section["together"]:
-        assert row["ran_at_once"] == row["conversations"] >= 2
-    goals = {goal["goal"]: goal for goal in section["goals"]}
-    assert len(goals) == 2 + 4 + 4
+    assert len(section["host"]["goals"]) == 4
     assert history_report.draw(result, tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 0
     assert any("first token after" in line for line in history_report.lines(result))
+
+
+def test_memory(model: Path, files: tuple[Path, Path]):
+    result = run(settings(model, files, "memory"))
+    section = result["memory"]
+    sizes = {row["way"]: row for row in section["sizes"]}
+    assert sizes["float32"]["stored_bytes"] == 2 * sizes["float16"]["stored_bytes"] == 2 * 2 * 2 * 32 * 2
+    assert sizes["float16"]["conversations"] == history_memory.POOL_BYTES / (2 * 2 * 32 * 2 * 2048)
+    assert len(section["goals"]) == 2 + 4
+    for row in section["together"]:
+        assert row["ran_at_once"] == row["conversations"] >= 2
+    assert len(history_report.lines(result)) == 3 + 6
 
 
 def test_conversations_that_do_not_fit_are_no_fault_of_the_bench(model: Path):

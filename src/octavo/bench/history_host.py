@@ -62,7 +62,7 @@ class _Conversation:
         self._serve(self.ids, 1)
 
     def turn(self) -> dict[str, float]:
-        """Seconds of the next turn: all steps, the first, a usual one; and hashing, which is in none of them."""
+        """Seconds of the next turn: all steps, the first, a usual one; and hashing, in none of them."""
         self.ids = self.ids + self.draw.choices(range(VOCAB), k=QUESTION)
         self.clock.seconds = 0.0
         steps, said = self._serve(self.ids, ANSWER)

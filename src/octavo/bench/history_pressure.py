@@ -75,7 +75,7 @@ def run(
     config: ModelConfig,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What was asked and what came of it; ``faults`` has a sentence for each answer that is not as it must."""
+    """What was asked and what came of it; ``faults`` has a sentence for each answer that is not right."""
     lengths = [settings.tokens - 256] * settings.conversations
     chats = dialogues(texts, tokenizer, lengths)
     asked = [turn for chat in chats for turn in _turns(chat.messages, settings.turns)]

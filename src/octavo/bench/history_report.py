@@ -9,6 +9,8 @@ from typing import Any
 def lines(result: dict[str, Any]) -> list[str]:
     """A line for each result and each goal of the sections that there are."""
     made: list[str] = []
+    if "memory" in result:
+        made += _memory(result["memory"])
     if "turns" in result:
         made += _turns(result["turns"])
     if "quality" in result:
@@ -51,12 +53,17 @@ def _goals(goals: list[dict[str, Any]]) -> list[str]:
     return made
 
 
-def _turns(section: dict[str, Any]) -> list[str]:
+def _memory(section: dict[str, Any]) -> list[str]:
     made = [
         f"{row['way']}: {row['conversations']} conversations of {row['tokens']} tokens at once in "
         f"{row['memory']}, {row['preemptions']} preemptions"
-        for row in section.get("together", ())
+        for row in section["together"]
     ]
+    return made + _goals(section["goals"])
+
+
+def _turns(section: dict[str, Any]) -> list[str]:
+    made: list[str] = []
     for part in ("next_turn", "next_turn_random_model"):
         found = section.get(part, {"rows": [], "missing": {}})
         for row in found["rows"]:
@@ -67,7 +74,7 @@ def _turns(section: dict[str, Any]) -> list[str]:
                 f"{row['bytes_per_token']:.0f} bytes a token"
             )
         made += [f"{name}: not measured: {why}" for name, why in found["missing"].items()]
-    return made + _goals(section["goals"])
+    return made + _goals(section["host"]["goals"])
 
 
 def _quality(section: dict[str, Any]) -> list[str]:

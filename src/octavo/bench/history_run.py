@@ -24,21 +24,28 @@ from octavo.engine.resources import usable_cpus
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
 
-SECTIONS = ("turns", "quality", "restart", "kills", "pressure")
+SECTIONS = ("memory", "turns", "quality", "restart", "kills", "pressure")
 
 Section = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Conversations of ``tokens`` tokens are counted; those of ``together_tokens`` tokens are run together in
+    a pool of ``together_memory``."""
+
+    tokens: int = 8192
+    together_tokens: int = 2048
+    together_memory: str = "256MiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """``lengths`` of the dialogues, within the model's context; ``long`` ones are of a random model, if any.
-    Conversations of ``together_tokens`` tokens are run together in a pool of ``together_memory``."""
+    """``lengths`` of dialogues, within the model's context; ``long`` ones are a random model's, if any."""
 
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     long: tuple[int, ...] = (8192, 16384, 32768)
     rounds: int = 3
-    together_tokens: int = 2048
-    together_memory: str = "256MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class Settings:
     data: Path
     text: Path
     sections: tuple[str, ...]
+    memory: Memory
     turns: Turns
     quality: history_quality.Settings
     restart: history.Settings
@@ -100,35 +108,45 @@ def faults(result: dict[str, Any]) -> list[str]:
     return [fault for name in SECTIONS for fault in result.get(name, {}).get("faults", ())]
 
 
-def _turns(
+def _load(settings: Settings) -> build.LoadedModel:
+    config = EngineConfig(model=settings.model, num_threads=settings.threads)
+    return build.load(open_checkpoint(hub.resolve(settings.model)), config)
+
+
+def _memory(
     settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
 ) -> Section:
-    turns, threads = settings.turns, settings.threads
-    loaded = build.load(
-        open_checkpoint(hub.resolve(settings.model)),
-        EngineConfig(model=settings.model, num_threads=threads),
-    )
-    longest, text = max(turns.lengths), settings.text.read_text(encoding="utf-8")
-    sizes = history_memory.sizes(loaded.config, longest)
-    host = history_host.measure(turns.lengths, loaded.tokenizer, text)
+    memory, loaded = settings.memory, _load(settings)
+    sizes = history_memory.sizes(loaded.config, memory.tokens)
     section: Section = {
-        "data": settings.data.name,
         "text": settings.text.name,
-        "settings": asdict(turns) | {"threads": threads},
+        "settings": asdict(memory) | {"pool_bytes": history_memory.POOL_BYTES},
         "sizes": sizes,
-        "host": host,
-        "goals": history_memory.goals(sizes, longest) + host.pop("goals"),
+        "goals": history_memory.goals(sizes, memory.tokens),
     }
     save(section)
     section["together"] = history_memory.all_together(
         loaded,
-        loaded.tokenizer.encode(text),
-        tokens=turns.together_tokens,
-        memory=turns.together_memory,
-        threads=threads,
+        loaded.tokenizer.encode(settings.text.read_text(encoding="utf-8")),
+        tokens=memory.together_tokens,
+        memory=memory.together_memory,
+        threads=settings.threads,
         report=report,
     )
     section["faults"] = [fault for row in section["together"] for fault in row.pop("faults")]
+    return section
+
+
+def _turns(
+    settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
+) -> Section:
+    turns, threads, loaded = settings.turns, settings.threads, _load(settings)
+    text = settings.text.read_text(encoding="utf-8")
+    section: Section = {
+        "data": settings.data.name,
+        "settings": asdict(turns) | {"threads": threads},
+        "host": history_host.measure(turns.lengths, loaded.tokenizer, text),
+    }
     save(section)
     chats = history.dialogues(
         history.read_texts(settings.data),
@@ -210,6 +228,7 @@ def _pressure(
 
 
 _RUN: dict[str, Callable[[Settings, Section, Callable[[str], None], Callable[[Section], None]], Section]] = {
+    "memory": _memory,
     "turns": _turns,
     "quality": _quality,
     "restart": _restart,

@@ -38,11 +38,11 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
         str,
         typer.Option(
             metavar="NAMES",
-            help="Which to run, separated by commas: turns, quality, restart, kills, pressure.",
+            help="Which to run: memory, turns, quality, restart, kills, pressure; separated by commas.",
         ),
-    ] = "turns,restart",
+    ] = "memory,turns,restart",
     lengths: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="turns, quality: tokens of a dialogue or a text.")
+        str, typer.Option(metavar="NUMBERS", help="memory, turns, quality: tokens of a dialogue or a text.")
     ] = "2048,4096,8192",
     long: Annotated[
         str, typer.Option(metavar="NUMBERS", help="turns: tokens over a random model; none for not.")
@@ -61,10 +61,11 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
 ) -> None:
     """Long dialogues: what their history takes and costs, and that it outlives the process.
 
-    turns: memory, and the time of the next turn, for exact and compact history. quality: perplexity and a
-    sentence to be found again. restart: the next turn after kill -9, from disk and computed again. kills: a
-    server that is killed while it writes. pressure: a pool that holds a quarter of the live history. The last
-    three run a server with --history, --kv-dtype and, but for pressure, --kv-cache-memory.
+    memory: how many conversations a pool holds with exact and compact history. turns: the time of the next
+    turn. quality: perplexity and a sentence to be found again. restart: the next turn after kill -9, from
+    disk and computed again. kills: a server that is killed while it writes. pressure: a pool that holds a quarter
+    of the live history. The last three run a server with --history, --kv-dtype and, but for pressure,
+    --kv-cache-memory.
     """
     from octavo.bench import history as bench
     from octavo.bench import history_pressure, history_quality, history_report, history_run
@@ -83,6 +84,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
             text=text,
             sections=chosen,
             threads=threads,
+            memory=history_run.Memory(tokens=max(sizes)),
             turns=history_run.Turns(lengths=sizes, long=() if long == "none" else numbers(long)),
             quality=history_quality.Settings(
                 windows=sizes, lengths=tuple(min(n, 8000) for n in sizes), tokens=max(sizes)
