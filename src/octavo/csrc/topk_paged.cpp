@@ -192,7 +192,7 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
 
 void TopkPlan::run(const TopkLayerArgs& args) {
     const std::lock_guard<std::mutex> guard(busy_);
-    batch_.check_blocks(args.layer.num_blocks);
+    batch_.check_blocks(args.layer.num_blocks, args.layer.compact);
     const int64_t window = args.layer.window;
     const bool planes = args.planes.scan != nullptr;
     check(args.planes);

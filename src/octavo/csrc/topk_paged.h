@@ -17,6 +17,8 @@ class TopkTile;
 // The kernels that go with an instruction set.
 const PagedTopkIsa& paged_kernels(const Isa& isa);
 
+// The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
+uint16_t half_up(double x, const Isa& isa);
 // Writes the record of 16 keys: element (key, d) at key + (i * head_dim + d). False where nothing is known of them.
 bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
 // The mean of 16 values as float16 [head_dim]; its first is NaN where it or the keys' mean is not `known`.
