@@ -72,7 +72,7 @@ class KVCache:
                 _lazy_zeros((*spans, head_dim), torch.float16) if planes.tail else None,
                 _lazy_zeros((*spans, 2, head_dim), torch.float16) if planes.fast else None,
             )
-        self._plane_index = {layer: i for i, layer in enumerate(planes.layers)}
+        self._layer_planes = {layer: self._planes_of(i) for i, layer in enumerate(planes.layers)}
         kept = (self.key, self.value, *(self.planes or ()))
         #: All that holds blocks, ``[layers, num_blocks, ...]`` each.
         self._parts = [part for part in kept if part is not None]
@@ -98,9 +98,11 @@ class KVCache:
 
     def layer_planes(self, index: int) -> TopkPlanes | None:
         """The planes of one layer, or None."""
-        if self.planes is None or index not in self._plane_index:
+        return self._layer_planes.get(index)
+
+    def _planes_of(self, own: int) -> TopkPlanes | None:
+        if self.planes is None:
             return None
-        own = self._plane_index[index]
         scan, mean_value, bounds = self.planes
         return TopkPlanes(
             scan[own],

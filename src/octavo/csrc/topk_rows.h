@@ -67,7 +67,7 @@ struct SiftTask {
     float limit;
     float top;  // at least every upper bound below the limit
     float* dropped;
-    int32_t* stay;  // [hi - lo] in order
+    int32_t* stay;  // [hi - lo] in order, with room for kPanel more
 };
 
 // A limit that at least `places` of the n intervals [value - bound, value + bound] lie at or above, nearly the

@@ -6,6 +6,11 @@
 #include "topk_tile.h"
 
 namespace octavo {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+}  // namespace
 
 std::vector<ScanQuery> TopkTile::scan_queries() {
     const int d = plan_.shape_.head_dim;
@@ -108,12 +113,16 @@ void TopkTile::scan_some(int row0, int rows, const ScanQuery* queries, const int
     for (int i = 0; i < known; ++i) record[i] = scan_record(start[i]);
     plan_.paged_.scan({rows, plan_.shape_.head_dim, queries, count, known, record, values_, bounds_});
     item_->bytes += count * record_bytes;
-    int32_t stay[kSpan];
+    int32_t stay[kSpan + kPanel];
     for (int r = 0; r < rows; ++r) {
         Row& row = rows_[size_t(row0 + r)];
         const float *value = values_ + int64_t(r) * kScoreStride, *bound = bounds_ + int64_t(r) * kScoreStride;
         // A window cuts the first record only.
         const int lo = int(std::clamp<int64_t>(row.first - start[0], 0, count * kRecordKeys));
+        const int seen = count * kRecordKeys - lo;
+        // The first to be scanned: most of them need not become candidates.
+        if (row.limit == -kInf && lo == 0 && seen > 2 * row.best.places && row.num_candidates == 0)
+            raise(row, plan_.paged_.limit({seen, row.best.places, value, bound, lower_.data()}));
         const int n = plan_.paged_.sift({lo, count * kRecordKeys, value, bound, row.limit, row.top, &row.dropped, stay});
         for (int i = 0; i < n; ++i) {
             row.candidate[row.num_candidates] = start[stay[i] / kRecordKeys] + stay[i] % kRecordKeys;

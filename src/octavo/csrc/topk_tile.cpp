@@ -19,8 +19,9 @@ TopkTile::TopkTile(const TopkPlan& plan)
       capacity_(up16(topk_capacity(plan.max_places_, plan.max_topk_) + kSpan)) {
     const int64_t rows = plan.tile_rows_, d = plan.shape_.head_dim;
     const int64_t scores = rows * kScoreStride, entries = rows * capacity_;
-    memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 34 * up16(d) + 3 * entries)]);
-    float* at = memory_.get();
+    memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 34 * up16(d) + 3 * entries + 16)]);
+    // On a line, as every piece then is: vectors of 64 bytes would lie across two.
+    float* at = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64 / sizeof(float);
     const auto piece = [&at](int64_t floats) {
         float* p = at;
         at += floats;
@@ -39,7 +40,7 @@ TopkTile::TopkTile(const TopkPlan& plan)
     queries_.resize(size_t(rows));
     lo_.resize(size_t(rows));
     hi_.resize(size_t(rows));
-    order_.resize(size_t(capacity_));
+    order_.resize(size_t(capacity_ + kPanel));
     ints_.resize(size_t(2 * entries));
     codes_.resize(size_t(rows * d));
     lower_.resize(size_t(capacity_));
