@@ -202,7 +202,8 @@ class DiskCache:
         stored = self._note_form(chain, root, range(chain.num_saved, len(chain.path)), compact=False)
         chain.num_saved = max(chain.num_saved, stored)
         if self._window is not None:
-            self._strike(chain, min(chain.num_saved_compact, chain.num_saved - self._window))
+            # The chain's own end guards the window before it and one block more.
+            self._strike(chain, min(chain.num_saved_compact, chain.num_saved - self._window - 1))
 
     def _note_form(self, chain: Chain, root: bytes, missing: range, *, compact: bool) -> int:
         """Note blocks in one form; returns how many of the chain's are saved in it now, or 0."""

@@ -199,9 +199,9 @@ class DiskStore:
     ) -> int:
         """One transaction: strike out, save, and give up what no longer has room. All or nothing.
 
-        Returns how many of ``puts`` are in the store afterwards; one whose chain has a gap before it is not,
-        since nobody would ever come to it. Raises lmdb.Error or OSError when the disk does not take it; then
-        the store is as before.
+        No digest is both in ``puts`` and in ``removals``. Returns how many of ``puts`` are in the store
+        afterwards; one whose chain has a gap before it is not, since nobody would ever come to it. Raises
+        lmdb.Error or OSError when the disk does not take it; then the store is as before.
         """
         # A clock that stands still or goes back must not put the new before the old.
         now = self._clock = max(self._clock + 1, time.time_ns() // 1_000_000)
@@ -231,15 +231,16 @@ class DiskStore:
     ) -> int:
         index = self.index
         with self._env.begin(write=True) as transaction:
-            for digest in removals:
-                self._delete(transaction, digest)
-            for digest, (record, value) in values.items():
+            # What is struck out may be what another record follows, and then its compact form is there.
+            for digest, (record, value) in sorted(values.items(), key=lambda item: not item[1][0].compact):
                 before = {record.parent, record.parent if record.compact else compact_key(record.parent)}
                 if not record.is_first and not before & index.entries.keys():
                     continue
                 size = _file_bytes(len(value))
                 entry = IndexEntry(record.parent, size, record.num_tokens, now, origin, record.compact)
                 index.add(digest, entry)
+            for digest in removals:
+                self._delete(transaction, digest)
             for digest in touches:
                 if digest in index.entries:
                     index.touch(digest, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo.cache.chain import NO_BLOCK, Chain, Match, Node
@@ -37,15 +38,15 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
 
     Whole blocks only, and less than all of the chain's tokens. Views live until the disk's ``end_reading``.
     """
+    digests = cache.digests(chain)[: (chain.num_tokens - 1) // cache.block_size]
     while True:
-        sources = _sources(chain, cache, disk)
+        sources = _sources(digests, cache.known(chain), disk, cache.window_blocks)
         if sources is None or sources.num_blocks * cache.block_size <= _num_tokens(match, cache.block_size):
             return DiskPrefix(match, [])
-        loads = []
+        loads: list[LoadedRows] = []
         for index in range(sources.in_memory, sources.num_blocks):
             compact = index < sources.num_compact
-            root, digests = cache.root_digest(chain), cache.digests(chain)
-            rows = disk.fetch(root, digests, chain.packed, index, compact=compact)
+            rows = disk.fetch(cache.root_digest(chain), digests, chain.packed, index, compact=compact)
             if rows is None:
                 break
             loads.append(LoadedRows(rows, compact))
@@ -53,16 +54,17 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
             nodes = tuple(cache.known(chain)[: sources.in_memory])
             num_compact = min(sources.num_compact, len(nodes))
             return DiskPrefix(Match(nodes, num_compact=num_compact, num_known=match.num_known), loads)
-        # A record was damaged, and is not held any more.
+        # Damaged, or not there yet or any more: what is before it may still be read.
+        digests = digests[:index]
 
 
 def _num_tokens(match: Match, block_size: int) -> int:
     return len(match.nodes) * block_size + match.tail_rows
 
 
-def _sources(chain: Chain, cache: PrefixCache, disk: DiskCache) -> _Sources | None:
-    digests = cache.digests(chain)[: (chain.num_tokens - 1) // cache.block_size]
-    nodes = cache.known(chain)
+def _sources(
+    digests: Sequence[bytes], nodes: Sequence[Node], disk: DiskCache, window_blocks: int | None
+) -> _Sources | None:
     in_memory = len(nodes)
     while True:
         stored, compact = [], []
@@ -72,7 +74,7 @@ def _sources(chain: Chain, cache: PrefixCache, disk: DiskCache) -> _Sources | No
             compact.append(any(_has(n, compact=True) for n in known) or disk.can_fetch(digest, compact=True))
             if not (stored[-1] or compact[-1]):
                 break
-        count, num_compact = readable(stored, compact, cache.window_blocks)
+        count, num_compact = readable(stored, compact, window_blocks)
         # From the first block that memory has not as it is read, all must come from disk.
         first = count
         for index in range(count):
