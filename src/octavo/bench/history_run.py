@@ -36,7 +36,7 @@ class Memory:
 
     tokens: int = 8192
     together_tokens: int = 2048
-    together_memory: str = "256MiB"
+    together_memory: str = "128MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

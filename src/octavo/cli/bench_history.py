@@ -63,9 +63,9 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
 
     memory: how many conversations a pool holds with exact and compact history. turns: the time of the next
     turn. quality: perplexity and a sentence to be found again. restart: the next turn after kill -9, from
-    disk and computed again. kills: a server that is killed while it writes. pressure: a pool that holds a quarter
-    of the live history. The last three run a server with --history, --kv-dtype and, but for pressure,
-    --kv-cache-memory.
+    disk and computed again. kills: a server that is killed while it writes. pressure: a pool that holds a
+    quarter of the live history. The last three run a server with --history, --kv-dtype and, but for
+    pressure, --kv-cache-memory.
     """
     from octavo.bench import history as bench
     from octavo.bench import history_pressure, history_quality, history_report, history_run
