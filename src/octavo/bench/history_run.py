@@ -148,13 +148,10 @@ def _turns(
         "host": history_host.measure(turns.lengths, loaded.tokenizer, text),
     }
     save(section)
-    chats = history.dialogues(
-        history.read_texts(settings.data),
-        loaded.tokenizer,
-        [length - history_turns.SPARE for length in turns.lengths],
-    )
+    chats = history.dialogues(history.read_texts(settings.data), loaded.tokenizer, turns.lengths)
     histories = [
-        history_turns.History(n, chat.messages) for n, chat in zip(turns.lengths, chats, strict=True)
+        history_turns.History.of(chat.messages, tokens, loaded.tokenizer)
+        for tokens, chat in zip(turns.lengths, chats, strict=True)
     ]
     found = history_turns.measure(loaded, histories, rounds=turns.rounds, threads=threads, report=report)
     history_turns.add_bytes(found["rows"], loaded.config)

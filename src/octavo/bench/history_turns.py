@@ -29,9 +29,10 @@ from octavo.kernels.api import KVLayer, num_compact_blocks
 from octavo.kernels.native import ThreadPool
 from octavo.models.native import NativeDecoder
 from octavo.request import RequestOutput, SamplingParams
+from octavo.tokenizer import Tokenizer
 
-#: Tokens that the model says in a turn, and those of context that are left free for all turns.
-ANSWER, SPARE = 16, 256
+#: Tokens that the model says in a turn.
+ANSWER = 16
 #: Rows of a turn's question, in the steps over noise.
 QUESTION = 64
 MEMORY = "1GiB"
@@ -41,10 +42,21 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class History:
-    """A conversation so far, which ends with what the user said; ``tokens`` is the length asked for."""
+    """A conversation so far, which ends with what the user said; with the next turn it has ``tokens`` tokens
+    at most."""
 
     tokens: int
     messages: list[Message]
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tokens: int, tokenizer: Tokenizer) -> History:
+        """As much of a conversation as leaves room for the next turn and its answer."""
+        made = cls(tokens, list(messages))
+        while len(tokenizer.apply_chat_template(made.next_turn(99))) + ANSWER > tokens:
+            if len(made.messages) < 3:
+                raise ValueError(f"no turn of the chats fits {tokens} tokens")
+            del made.messages[-2:]
+        return made
 
     @property
     def turn(self) -> int:
@@ -79,20 +91,22 @@ def measure(
     threads: int | None,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """A row for each way and history; ``missing`` says of a way that cannot be measured why."""
+    """A row for each way and history; ``missing`` says why the engine refuses a way.
+
+    Raises RuntimeError when a turn is not answered.
+    """
     engines: dict[str, Engine] = {}
     missing: dict[str, str] = {}
     longest = max(history.tokens for history in histories)
     for name, way in WAYS.items():
         try:
             engines[name] = _engine(way, loaded, longest, threads)
-            for history in histories:
-                _ask(engines[name], history.messages, 1)
         except ValueError as error:
-            engines.pop(name, None)
             missing[name] = str(error)
             report(f"{name}: {error}")
             continue
+        for history in histories:
+            _ask(engines[name], history.messages, 1)
         report(f"{name}: histories are read")
     found = {(name, history.tokens): Asked() for name in engines for history in histories}
     for number in range(rounds + 1):  # the first is not counted
@@ -131,7 +145,7 @@ def _ask(
             if output.outputs and len(output.outputs[0].token_ids) > len(times):
                 times.append(time.perf_counter())
     if output is None or output.error is not None:
-        raise ValueError(f"a turn was not answered: {output and output.error}")
+        raise RuntimeError(f"a turn was not answered: {output and output.error}")
     return output, start, times
 
 
