@@ -119,16 +119,14 @@ def measure(
         seconds = _take_turns(engines, keys - TURN, steps, rounds)
         for name, each in seconds.items():
             speeds = [TURN / s for s in each]
-            rows.append(
-                {"keys": keys, "way": name, "tok_s": statistics.median(speeds), "all_tok_s": speeds}
-            )
-        report(f"{keys:,} keys: " + ", ".join(f"{r['way']} {r['tok_s']:.1f}" for r in rows if r["keys"] == keys))
+            rows.append({"keys": keys, "way": name, "tok_s": statistics.median(speeds), "all_tok_s": speeds})
+        report(
+            f"{keys:,} keys: " + ", ".join(f"{r['way']} {r['tok_s']:.1f}" for r in rows if r["keys"] == keys)
+        )
     return rows
 
 
-def _take_turns(
-    engines: dict[str, Engine], prompt: int, steps: int, rounds: int
-) -> dict[str, list[float]]:
+def _take_turns(engines: dict[str, Engine], prompt: int, steps: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each engine's turns of decode steps; the first round is not counted."""
     params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     for engine in engines.values():
