@@ -38,7 +38,7 @@ def test_compose_mounts_what_is_there():
 
 
 def test_the_settings_that_the_files_name_exist():
-    from octavo.cli.serve import SETTINGS
+    from octavo.cli.serve_settings import SETTINGS
 
     known = {setting.variable for setting in SETTINGS} | {"OCTAVO_MODEL", "OCTAVO_CONFIG"}
     for name in ("Dockerfile", "compose.yaml"):

@@ -20,6 +20,7 @@ import pytest
 from tiny_checkpoint import write_tiny_model
 
 from octavo.cli.app import exit_code
+from octavo.cli.serve_settings import SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,63 @@ def test_command_line_before_environment_before_file_before_default(here, tmp_pa
     assert 'host = "0.0.0.0"  # config file' in lines
     assert "block_size = 16  # default" in lines
     assert "hidden" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        [
+            "x",
+            "--max-model-len",
+            "8k",
+            "--attn-topk",
+            "auto",
+            "--dense-layers",
+            "0,1",
+            "--kv-cache-memory=1GiB",
+        ],
+        [
+            "--no-prefix-caching",
+            "--served-model-name=a",
+            "--served-model-name=b",
+            "--seed=3",
+            "--attn-topk-tail",
+        ],
+    ],
+)
+def test_what_print_config_shows_is_a_file_that_says_the_same(here, tmp_path, given):
+    shown = here(*given, "--print-config").stdout.splitlines()
+    path = tmp_path / "octavo.toml"
+    path.write_text("\n".join(shown))
+    again = here("--config", str(path), "--print-config")
+    assert again.returncode == 0, again.stderr
+    values, origins = zip(*(line.rsplit("  # ", 1) for line in again.stdout.splitlines()), strict=True)
+    assert list(values) == [line.rsplit("  # ", 1)[0] for line in shown]
+    assert set(origins) == {"config file", "default"}
+    assert all(
+        (origin == "default") == ("is not set" in value)
+        for value, origin in zip(values, origins, strict=True)
+    )
+
+
+def test_help_has_every_setting_in_its_group(here):
+    text = here("--help", COLUMNS="120").stdout
+    groups = [line.split()[1] for line in text.splitlines() if line.startswith("╭─")]
+    assert groups[2:] == [
+        "Configuration",
+        "Server",
+        "Limits",
+        "Model",
+        "KV",
+        "Prefix",
+        "Scheduling",
+        "Top-k",
+        "Logging",
+    ]
+    for setting in SETTINGS:
+        assert f"--{setting.name.replace('_', '-')} " in text
+        assert setting.variable in text
 
 
 @pytest.mark.parametrize(
