@@ -222,3 +222,26 @@ def test_log_probabilities_are_written_beside_the_event_loop(make_server, monkey
     assert make_server().post(COMPLETE, body).status_code == 200
     assert threads
     assert all(name.startswith("octavo-tokenizer") for name in threads), threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [
+        (COMPLETE, {"prompt": "x", "max_tokens": 1}, "encode_prompt"),
+        (CHAT, {"messages": of("x"), "max_tokens": 1}, "encode_chat"),
+        ("/tokenize", {"messages": of("x")}, "encode_chat"),
+    ],
+)
+def test_text_is_tokenized_beside_the_event_loop(server, monkeypatch, path, body, work):
+    from octavo.serving import inputs
+
+    threads = []
+    real = getattr(inputs, work)
+
+    def noted(*args, **settings):
+        threads.append(threading.current_thread().name)
+        return real(*args, **settings)
+
+    monkeypatch.setattr(inputs, work, noted)
+    assert server.post(path, body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["octavo-tokenizer"]

@@ -138,10 +138,17 @@ def test_what_the_last_answer_read_is_drawn(page):
 
     page.route("**/v1/chat/completions", play)
     assert page.locator("#reads-figure").is_hidden()
+    page.click("#settings summary")
+    page.fill("#temperature", "0.5")
+    page.fill("#top-k", "7")
+    page.fill("#attn-topk", "64")
+    page.fill("#system", SYSTEM)
     send(page, "hello")
     sync_api.expect(page.locator("#reads-text")).to_contain_text("25.0% of the keys")
     assert "0 of 4 spans of 16 by nobody" in page.inner_text("#reads-text")
-    assert asked[0]["attn_explain"] is True
+    sent = {name: asked[0][name] for name in ("attn_explain", "attn_topk", "temperature", "top_k")}
+    assert sent == {"attn_explain": True, "attn_topk": 64, "temperature": 0.5, "top_k": 7}
+    assert [message["role"] for message in asked[0]["messages"]] == ["system", "user"]
     painted = page.evaluate(
         """() => {
             const canvas = document.querySelector('#reads');
@@ -155,6 +162,10 @@ def test_what_the_last_answer_read_is_drawn(page):
     assert page.locator("#reads-figure").is_hidden()
     page.keyboard.press("Alt+1")
     assert page.locator("#reads-figure").is_visible()
+    page.fill("#attn-topk", "")
+    send(page, "as served")
+    comes(page, "document.querySelectorAll('.message.assistant').length == 2")
+    assert "attn_topk" not in asked[1]
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

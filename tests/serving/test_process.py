@@ -174,6 +174,22 @@ def test_openai_hang_up_frees_the_request(client, process):
         assert time.monotonic() < end
 
 
+def test_the_example_of_the_documents_runs(process, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    changes = {
+        "http://127.0.0.1:8000": process.url,
+        '"none"': '"k1"',
+        "smollm2-135m-instruct": "tiny-model",
+    }
+    for documented, here in changes.items():
+        assert example.count(documented) == 1
+        example = example.replace(documented, here)
+    exec(example, {})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(last[: last.rindex("}") + 1]).keys() == {"name", "toothed"}
+
+
 # ---- life
 
 
@@ -183,6 +199,39 @@ def test_start_says_what_is_served_in_a_few_lines(process):
     assert lines[0].startswith("tiny-model loaded in")
     assert re.search(r"\d+ KV blocks of 16 tokens: \d+ tokens at once", lines[1])
     assert str(process.url) in lines[2]
+
+
+def test_h09_no_line_of_the_log_tells_what_was_asked(folder):
+    """Whatever becomes of the call, at the most talkative level."""
+    process = Process(str(folder), "--log-level", "debug", "--max-model-len", "512")
+    secret = "xyzzyplugh"
+    calls = [
+        ("/v1/completions", {"prompt": secret, "max_tokens": 2}, 200),
+        ("/v1/completions", {"prompt": secret, "max_tokens": 2, "echo": True, "logprobs": 1}, 200),
+        ("/v1/completions", {"prompt": secret, "stop": secret, "max_tokens": 2, "user": secret}, 200),
+        ("/v1/completions", {"prompt": secret * 60}, 400),
+        ("/v1/completions", {"prompt": "x", secret: 1}, 400),
+        ("/v1/completions", {"prompt": "x", "temperature": secret}, 400),
+        ("/v1/completions", {"prompt": "x", "model": secret}, 404),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": secret}]}, 400),
+        ("/tokenize", {"prompt": secret}, 200),
+        ("/detokenize", {"tokens": [secret]}, 400),
+        ("/v1/embeddings", {"input": secret}, 501),
+    ]
+    for path, body, status in calls:
+        assert process.http.post(path, json=body).status_code == status, (path, body)
+    broken = b'{"prompt": "' + secret.encode() + b"\xff"
+    headers = {"Content-Type": "application/json"}
+    assert process.http.post("/v1/completions", content=broken, headers=headers).status_code == 400
+    body = {"prompt": secret, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with process.http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())  # and hang up
+    process.send(signal.SIGTERM)
+    assert process.wait() == 0
+    said = "".join(process.lines)
+    assert said.count("request") >= 5
+    assert secret not in said
 
 
 def test_h07_sigterm_drains_and_exits_0(folder):

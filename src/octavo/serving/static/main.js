@@ -31,6 +31,7 @@ function open(chat) {
   at("system").value = chat.system;
   at("temperature").value = chat.temperature;
   at("top-k").value = chat.topK;
+  at("attn-topk").value = chat.attnTopk ?? "";
   at("max-tokens").value = chat.maxTokens;
   showTabs();
   showMessages();
@@ -114,6 +115,7 @@ function readSettings() {
   current.system = at("system").value;
   current.temperature = number("temperature", 0.7);
   current.topK = number("top-k", 0);
+  current.attnTopk = number("attn-topk", null);
   current.maxTokens = number("max-tokens", 512);
 }
 
@@ -178,7 +180,7 @@ at("input").addEventListener("keydown", (event) => {
   }
 });
 at("stop").addEventListener("click", () => current.stop());
-for (const id of ["system", "temperature", "top-k", "max-tokens"]) at(id).addEventListener("change", readSettings);
+for (const id of ["system", "temperature", "top-k", "attn-topk", "max-tokens"]) at(id).addEventListener("change", readSettings);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") current.stop();
   else if (event.altKey && event.code === "KeyN") {
