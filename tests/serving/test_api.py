@@ -188,7 +188,10 @@ def test_h06_a_key_is_asked_for_by_default(make_server):
     assert server.http.delete("/v1/cache").status_code == 401
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
     preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     assert server.http.options(CHAT, headers=preflight).status_code == 200
+    elsewhere = server.http.options(CHAT, headers=preflight | {"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in elsewhere.headers
     for value in ("Bearer wrong", "Bearer", "secret", "Bearer secre", "Basic !!", "Bearer secret2"):
         assert server.http.get("/v1/models", headers={"Authorization": value}).status_code == 401, value
     basic = base64.b64encode(b"me:other").decode()

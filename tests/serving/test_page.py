@@ -108,6 +108,30 @@ def test_two_chats_share_the_blocks_of_their_system_prompt(page, slow_server, tm
     sync_api.expect(answer(page)).to_contain_text("stopped")
 
 
+def test_what_a_mouse_points_at_stays_while_answers_grow(page):
+    send(page, "one")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    page.evaluate(
+        """() => {
+            window.kept = [...document.querySelectorAll('[role=tab], #new, .message, .message.user .text')];
+            getSelection().selectAllChildren(document.querySelector('.message.user .text'));
+        }"""
+    )
+    before = len(answer(page).inner_text())
+    comes(page, f"document.querySelector('.message.assistant').innerText.length > {before + 6}")
+    assert page.evaluate("window.kept.length == 5 && window.kept.every((element) => element.isConnected)")
+    assert page.evaluate("getSelection().toString()") == "one"
+    page.click("#new", timeout=5000)
+    send(page, "two")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    page.click("[role=tab] >> nth=0", timeout=5000)
+    sync_api.expect(page.locator(".message.user")).to_have_text("one")
+    page.click("#stop")
+    page.click("[role=tab] >> nth=1")
+    page.click("#stop")
+    sync_api.expect(answer(page)).to_contain_text("stopped")
+
+
 def test_an_error_is_shown_in_words(page):
     # Played by the test: the browser itself would report a real refusal as an error of the console.
     page.route(
