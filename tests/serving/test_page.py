@@ -33,16 +33,21 @@ def slow_server(make_server):
 
 @pytest.fixture
 def page(browser, slow_server) -> Iterator[object]:
+    yield from open_page(browser, slow_server)
+
+
+def open_page(browser, server) -> Iterator[object]:
+    """The page; in the end it has said no error, asked nobody else, and left its server idle."""
     made = browser.new_page(viewport={"width": 1200, "height": 800})
     said: list[str] = []
     made.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
     made.on("pageerror", lambda error: said.append(str(error)))
     made.on("request", lambda request: said.append(request.url) if "127.0.0.1" not in request.url else None)
-    made.goto(slow_server.url)
+    made.goto(server.url)
     yield made
     made.close()
     assert said == []
-    until(slow_server.is_idle)
+    until(server.is_idle)
 
 
 def send(page, text: str) -> None:
@@ -190,6 +195,22 @@ def test_what_the_last_answer_read_is_drawn(page):
     send(page, "as served")
     comes(page, "document.querySelectorAll('.message.assistant').length == 2")
     assert "attn_topk" not in asked[1]
+
+
+def test_what_a_real_answer_read_is_drawn(browser, topk_server):
+    """As it comes from top-k attention itself; dense attention, asked for in a chat, has nothing."""
+    opened = open_page(browser, topk_server)
+    page = next(opened)
+    page.click("#settings summary")
+    page.fill("#max-tokens", "3")
+    send(page, "a tale of whales " * 12)
+    sync_api.expect(page.locator("#reads-text")).to_contain_text("2 layers upwards")
+    assert re.search(r"Kept [1-9][\d.]*% of the keys", page.inner_text("#reads-text"))
+    page.fill("#attn-topk", "0")
+    send(page, "more")
+    sync_api.expect(page.locator("#reads-figure")).to_be_hidden()
+    sync_api.expect(answer(page)).to_contain_text("3 tokens")
+    next(opened, None)
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

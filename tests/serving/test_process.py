@@ -39,7 +39,7 @@ ENV = os.environ | {"NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=60, env=ENV, check=False)
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=180, env=ENV, check=False)
 
 
 @pytest.fixture

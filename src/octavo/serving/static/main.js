@@ -160,7 +160,7 @@ async function look() {
   const now = performance.now();
   if (lastLook) {
     const speed = (1000 * (view.tokens.generated - lastLook.generated)) / (now - lastLook.time);
-    at("n-speed").textContent = speed.toFixed(speed < 10 ? 1 : 0);
+    at("n-speed").textContent = speed.toFixed(speed > 0 && speed < 10 ? 1 : 0);
   }
   lastLook = { time: now, generated: view.tokens.generated };
 }
