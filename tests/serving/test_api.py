@@ -187,6 +187,7 @@ def test_h06_a_key_is_asked_for_by_default(make_server):
         assert server.post(path, {}).status_code == 401
     assert server.http.delete("/v1/cache").status_code == 401
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+    assert server.http.options(CHAT).status_code == 401  # no preflight, as it names no origin
     preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     assert server.http.options(CHAT, headers=preflight).status_code == 200

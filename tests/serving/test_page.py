@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from http_server import Script, until
 
+from octavo.serving.app import Access
+
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -36,9 +38,9 @@ def page(browser, slow_server) -> Iterator[object]:
     yield from open_page(browser, slow_server)
 
 
-def open_page(browser, server) -> Iterator[object]:
+def open_page(browser, server, **context) -> Iterator[object]:
     """The page; in the end it has said no error, asked nobody else, and left its server idle."""
-    made = browser.new_page(viewport={"width": 1200, "height": 800})
+    made = browser.new_page(viewport={"width": 1200, "height": 800}, **context)
     said: list[str] = []
     made.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
     made.on("pageerror", lambda error: said.append(str(error)))
@@ -210,6 +212,20 @@ def test_what_a_real_answer_read_is_drawn(browser, topk_server):
     send(page, "more")
     sync_api.expect(page.locator("#reads-figure")).to_be_hidden()
     sync_api.expect(answer(page)).to_contain_text("3 tokens")
+    next(opened, None)
+
+
+def test_with_an_api_key_the_browser_asks_for_it_as_a_password(browser, make_server):
+    model = Script("la " * 40, 0)
+    server = make_server(model=model, access=Access(api_keys=("secret",)), num_blocks=64)
+    with browser.new_page() as stranger:
+        assert stranger.goto(server.url).status == 401
+    opened = open_page(browser, server, http_credentials={"username": "me", "password": "secret"})
+    page = next(opened)
+    sync_api.expect(page.locator("#model")).to_contain_text("tiny")
+    sync_api.expect(page.locator("#sheet-text")).to_contain_text("64 blocks of 4 tokens")
+    send(page, "hello")
+    sync_api.expect(answer(page)).to_contain_text("prompt tokens cached")
     next(opened, None)
 
 
