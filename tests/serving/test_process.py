@@ -260,7 +260,7 @@ def test_two_interrupts_stop_at_once(folder):
         time.sleep(0.2)
         process.send(signal.SIGINT)
         assert process.wait() == 1
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30  # of the 60 that draining may take
     assert "Traceback" not in "".join(process.lines)
 
 
