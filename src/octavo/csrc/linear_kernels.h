@@ -53,6 +53,9 @@ struct TileTask {
     const uint8_t *prefetch = nullptr, *prefetch_end = nullptr;
     int64_t prefetch_panel = 0;
     int prefetch_lines = 0;
+    // What to ask for after that, or nullptr, and from one panel to the next there.
+    const uint8_t* prefetch_then = nullptr;
+    int64_t prefetch_then_panel = 0;
 };
 
 // What is left to do for a tile's sums.

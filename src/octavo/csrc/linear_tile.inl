@@ -233,11 +233,15 @@ void tile(const TileTask& task) {
     // Locals: the stores of the loop below could alias the task's members otherwise.
     const float *x = task.x, *upper = task.x + 3 * task.x_stride;
     const int64_t stride = task.x_stride;
-    const uint8_t *next = task.prefetch, *const end = task.prefetch_end;
+    const uint8_t *next = task.prefetch, *end = task.prefetch_end, *then = task.prefetch_then;
     const int lines = task.prefetch_lines;
-    const int64_t panel_bytes = task.panel_bytes, next_panel = task.prefetch_panel;
+    const int64_t panel_bytes = task.panel_bytes;
+    int64_t next_panel = task.prefetch_panel;
     const auto ask = [&]() OCTAVO_INLINE {
-        if (next >= end) return;
+        if (next >= end) {
+            if (then == nullptr) return;
+            next = then, end = then + task.panel_bytes, next_panel = task.prefetch_then_panel, then = nullptr;
+        }
         for (int i = 0; i < lines; ++i)
             for (int p = 0; p < P; ++p) prefetch(next + i * 64 + p * next_panel);
         next += lines * 64;

@@ -88,7 +88,7 @@ class PackedLinear:
         self.inputs = inputs
         self.parts = outputs
         self.outputs = sum(outputs.values())
-        self._pool = pool
+        self.pool = pool
         self._isa = isa
         self._int8 = int8
         self._packed: dict[str, _native.PackedWeight] = {}
@@ -101,7 +101,7 @@ class PackedLinear:
             raise ValueError(
                 f"{part} must be {[self.parts[part], self.inputs]}, got {[stored.outputs, stored.inputs]}"
             )
-        self._packed[part] = pack(stored, self._pool)
+        self._packed[part] = pack(stored, self.pool)
 
     @property
     def weights(self) -> list[_native.PackedWeight]:
@@ -123,7 +123,7 @@ class PackedLinear:
             out=out.data_ptr(),
             out_stride=self.outputs,
             int8=self._int8,
-            pool=self._pool,
+            pool=self.pool,
             isa=self._isa,
         )
         return out

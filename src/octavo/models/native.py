@@ -128,9 +128,13 @@ class NativeDecoder:
 
     def products(self) -> list[list[_native.PackedWeight]]:
         """The matrices of every product of a step: those of Q, K and V are one."""
+        return [linear.weights for linear in self.linears()]
+
+    def linears(self) -> list[PackedLinear]:
+        """The products themselves, in the order of a step, without norms and activations (benches)."""
         self._ready()
-        linears = [linear for projections, _ in self._layers for linear, _ in projections.values()]
-        return [linear.weights for linear in (*linears, self._head)]
+        layers = [linear for projections, _ in self._layers for linear, _ in projections.values()]
+        return [*layers, self._head]
 
     def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
         """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
@@ -162,7 +166,9 @@ class NativeDecoder:
         prefix = f"model.layers.{index}."
         projections = {}
         for role, part in parts.projections(self.config).items():
-            linear = PackedLinear(part.inputs, part.outputs, self.pool)
+            linear = PackedLinear(
+                part.inputs, part.outputs, self.pool, self._isa, int8=self._shape.int8
+            )
             bias = torch.empty(linear.outputs) if part.bias else None
             first = 0
             for name, rows in part.outputs.items():
@@ -182,7 +188,9 @@ class NativeDecoder:
         return projections, norms
 
     def _table(self, name: str, rows: int) -> PackedLinear:
-        table = PackedLinear(self.config.hidden_size, {name: rows}, self.pool)
+        table = PackedLinear(
+            self.config.hidden_size, {name: rows}, self.pool, self._isa, int8=self._shape.int8
+        )
         self._matrices[name] = (table, name)
         return table
 
