@@ -24,7 +24,7 @@ constexpr int kMostPanels = 4;
 // Panels that share a walk over packed rows: gate's and up's, or two.
 constexpr int64_t kPackedPanels = 2;
 // How many k ahead of its reads a single tile asks for memory.
-constexpr int64_t kAhead = 64;
+static const int64_t kAhead = getenv("AHEAD") ? atoi(getenv("AHEAD")) : 64;
 
 // rows into tiles of nearly equal size: tile i starts here.
 int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }
@@ -159,12 +159,13 @@ void direct_sums(const Call& call, const Panels& panels, const Panels& next, int
     task.sums = sums;
     task.sums_panel = rows * kLinearPanel;
     const int every = kAskEvery[int(weight.type())];
+    const UnitLayout unit = kUnits[int(weight.type())];
     if (tiles > 1) {
         // The tiles share in asking for the next panels, while these are in the cache.
         if (next.weight != nullptr) ask_for(&task, every, next.data(), next.weight->panel_bytes(), t, tiles);
         task.prefetch_panel = next.weight == nullptr ? 0 : next.weight->panel_bytes();
-    } else if (kUnits[int(weight.type())].k > 2) {
-        // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
+    } else if (unit.k > 2 || kLinearPanel * unit.k * rows >= 2 * unit.bytes) {
+        // Few rows of plain types are read as fast as the hardware's prefetcher fetches; the others hardly overlap with it.
         const int64_t ahead = std::min(weight.panel_bytes(), weight.panel_bytes() * kAhead / task.k);
         ask_for(&task, every, task.weights + ahead, weight.panel_bytes() - ahead, 0, 1);
         task.prefetch_lines = int(divide_up(weight.panel_bytes() / 64, divide_up(task.k, every)));

@@ -36,7 +36,8 @@ constexpr UnitLayout kUnits[kNumWeightTypes] = {
     {32, 64 + 4 * 64}, {32, 32 + 5 * 64}, {256, 64 + 8 * (32 + 4 * 64)}, {256, 32 + 8 * (32 + 6 * 64)},
 };
 
-constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 32, 32, 32, 32, 32, 32};
+// How many k a kernel computes, about, from one asking for memory to the next.
+constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 8, 4, 4, 6, 4, 7};
 
 // Some rows of x times some panels, over a range of k.
 struct TileTask {

@@ -53,14 +53,17 @@ struct BF16 {
 };
 
 // 32 fields of one block: weight = scale * field + offset, one rounding. Halves of the block (16 k)
-// may have scales of their own.
-template <int Bits, int V, class Scales, class F>
-OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, const Scales& scales, const F& f) {
+// may have scales of their own. ask() is called once for every field of a word, so that what is asked for does not
+// come in bursts.
+template <int Bits, int V, class Scales, class Ask, class F>
+OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, const Scales& scales, const Ask& ask,
+                                     const F& f) {
     constexpr int kFields = 32 / Bits;
     Vec scale[V], offset[V], w[V];
     UNROLL for (int v = 0; v < V; ++v) scales.template get<0>(v, &scale[v], &offset[v]);
     unroll<0, kFields>([&](auto field) OCTAVO_INLINE {
         constexpr int j = decltype(field)::value;
+        ask();
         // A field that reaches the sign bit is shifted instead.
         constexpr bool kTop = Bits * (j + 1) == 32;
         [[maybe_unused]] constexpr uint32_t kMask = ((1u << Bits) - 1) << (Bits * j);
@@ -126,9 +129,9 @@ struct Affine {
 template <int Bits, class Scales>
 struct Blocks {
     static constexpr int kUnit = 32, kBytes = Scales::kScaleBytes + Bits * 64;
-    template <int V, class F>
-    OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const F& f) {
-        each_field<Bits, V>(base + Scales::kScaleBytes, panel_bytes, Scales{base, panel_bytes}, f);
+    template <int V, class Ask, class F>
+    OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const Ask& ask, const F& f) {
+        each_field<Bits, V>(base + Scales::kScaleBytes, panel_bytes, Scales{base, panel_bytes}, ask, f);
     }
 };
 
@@ -166,10 +169,11 @@ struct Q6KScales {
 template <int Bits, class Scales, int HeaderBytes>
 struct SuperBlocks {
     static constexpr int kUnit = 256, kBlockBytes = 32 + Bits * 64, kBytes = HeaderBytes + 8 * kBlockBytes;
-    template <int V, class F>
-    OCTAVO_INLINE static inline void each_block(const uint8_t* unit, int block, int64_t panel_bytes, const F& f) {
+    template <int V, class Ask, class F>
+    OCTAVO_INLINE static inline void each_block(const uint8_t* unit, int block, int64_t panel_bytes, const Ask& ask,
+                                                const F& f) {
         const uint8_t* base = unit + HeaderBytes + block * kBlockBytes;
-        each_field<Bits, V>(base + 32, panel_bytes, Scales{unit, base, panel_bytes}, f);
+        each_field<Bits, V>(base + 32, panel_bytes, Scales{unit, base, panel_bytes}, ask, f);
     }
 };
 
@@ -177,23 +181,22 @@ using Q4_K = SuperBlocks<4, Q4KScales, 64>;
 using Q6_K = SuperBlocks<6, Q6KScales, 32>;
 
 // The 32 k from `start` on.
-template <class Type, int V, class F>
-OCTAVO_INLINE inline void each_of_block(const uint8_t* base, int64_t start, int64_t panel_bytes, const F& f) {
+template <class Type, int V, class Ask, class F>
+OCTAVO_INLINE inline void each_of_block(const uint8_t* base, int64_t start, int64_t panel_bytes, const Ask& ask,
+                                        const F& f) {
     if constexpr (Type::kUnit == 32) {
-        Type::template each<V>(base + start / 32 * Type::kBytes, panel_bytes, f);
+        Type::template each<V>(base + start / 32 * Type::kBytes, panel_bytes, ask, f);
     } else {
-        Type::template each_block<V>(base + start / 256 * Type::kBytes, int(start % 256 / 32), panel_bytes, f);
+        Type::template each_block<V>(base + start / 256 * Type::kBytes, int(start % 256 / 32), panel_bytes, ask, f);
     }
 }
 
-// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() once before
-// every kAskEvery of them.
+// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() about once every kAskEvery of them.
 template <class Type, int V, class Ask, class F>
 OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t length, const Ask& ask, const F& f) {
     if constexpr (Type::kUnit > 2) {
         for (int64_t k = 0; k < length; k += 32) {
-            ask();
-            each_of_block<Type, V>(base, k, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
+            each_of_block<Type, V>(base, k, panel_bytes, ask, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
         }
     } else {
         constexpr int kTogether = 8;
@@ -264,8 +267,7 @@ void tile(const TileTask& task) {
         alignas(64) float piece[32 * V * kLanes];
         const uint8_t* base = task.weights;
         for (int64_t start = 0; start < task.k; start += 32) {
-            ask();
-            each_of_block<Type, V>(base, start, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
+            each_of_block<Type, V>(base, start, panel_bytes, ask, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
                 UNROLL for (int v = 0; v < V; ++v) store(piece + (i * V + v) * kLanes, w[v]);
             });
             for (int i = 0; i < 32; ++i) {
