@@ -16,13 +16,10 @@ constexpr int64_t kMostDirectRows = 12, kMostDirectQuantizedRows = 8;
 // A piece of one panel, as float32. Tiles read it as fast from a second-level cache as from the first, and every
 // piece costs a load and a store of all sums.
 constexpr int64_t kPieceBytes = 72 << 10;
-// Prepared rows of x that are walked together: half of a second-level cache where every panel walks them, and what a
-// third-level cache has room for where several panels share a walk.
-constexpr int64_t kRowBlockBytes = 512 << 10, kPackedBlockBytes = 4 << 20;
+// Prepared rows of x that are walked together, again and again: half of a second-level cache.
+constexpr int64_t kRowBlockBytes = 512 << 10;
 
 constexpr int kMostPanels = 4;
-// Panels that share a walk over packed rows: gate's and up's, or two.
-constexpr int64_t kPackedPanels = 2;
 // How many k ahead of its reads a single tile asks for memory.
 static const int64_t kAhead = getenv("AHEAD") ? atoi(getenv("AHEAD")) : 64;
 
@@ -216,82 +213,58 @@ float* scratch(int64_t count) {
 
 // k's that are expanded together: whole units, in pieces of nearly equal length.
 struct Pieces {
-    int64_t inputs, step, steps, count;
+    int64_t step, steps, count;
 
-    explicit Pieces(const Group& group) : inputs(group.weight->inputs()) {
-        step = std::max(kUnits[int(group.weight->type())].k, 32);
-        if (group.up != nullptr) step = std::max<int64_t>(step, kUnits[int(group.up->type())].k);
-        steps = divide_up(inputs, step);
+    explicit Pieces(const PackedWeight& weight) {
+        step = std::max(kUnits[int(weight.type())].k, 32);
+        steps = divide_up(weight.inputs(), step);
         count = divide_up(steps, kPieceBytes / (kLinearPanel * 4 * step));
     }
-    int64_t start(int64_t i) const { return std::min(steps * i / count * step, inputs); }
+    int64_t start(int64_t i) const { return steps * i / count * step; }
     int64_t longest() const { return divide_up(steps, count) * step; }
 };
 
-// A panel that is multiplied with all rows, and what is kept of it meanwhile.
-struct Column {
-    const PackedWeight* weight;
-    int64_t panel;
-    float* piece;  // room for a piece of it as float32
-    float* sums;   // [rows, 16]
-
-    const uint8_t* stored(int64_t ahead, int64_t k) const {
-        const UnitLayout unit = kUnits[int(weight->type())];
-        return weight->data() + (panel + ahead) * weight->panel_bytes() + k / unit.k * unit.bytes;
+// The sums [rows, 16] of one panel with rows whose packed x, tile by tile, is at `x`. `piece` has room for one.
+void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64_t panel, int64_t rows, const float* x,
+                 float* piece, float* sums) {
+    const UnitLayout unit = kUnits[int(weight.type())];
+    const int64_t tiles = divide_up(rows, kernels.rows);
+    const bool expand = weight.type() != WeightType::kF32;
+    const Pieces pieces(weight);
+    for (int64_t i = 0; i < pieces.count; ++i) {
+        const int64_t begin = pieces.start(i), k = std::min(pieces.start(i + 1), weight.inputs()) - begin;
+        const uint8_t* stored = weight.data() + panel * weight.panel_bytes() + begin / unit.k * unit.bytes;
+        const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
+        // Some kernels expand while they multiply the first tile: arithmetic that would wait for memory and stores.
+        const LinearKernels::Tile expand_first = kernels.expand_first[int(weight.type())][tile_start(rows, tiles, 1) - 1];
+        if (expand && expand_first == nullptr) kernels.expand[int(weight.type())](stored, k, piece);
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
+            const bool expands = t == 0 && expand_first != nullptr;
+            TileTask task;
+            task.weights = expand && !expands ? reinterpret_cast<const uint8_t*>(piece) : stored;
+            task.expanded = piece;
+            task.k = k;
+            task.x = x + first * weight.inputs() + begin * count;
+            task.sums = sums + first * kLinearPanel;
+            task.first = i == 0;
+            ask_for(&task, kAskEvery[int(WeightType::kF32)], stored + stored_bytes, stored_bytes, t, tiles);
+            (expands ? expand_first : kernels.packed[count - 1])(task);
+        }
     }
-};
-
-// The sums of rows [row, row + count) of a tile, at x, with piece i of one panel, expanded or as it is stored.
-void packed_tile(const LinearKernels& kernels, const Column& column, const Pieces& pieces, int64_t i, int64_t ahead,
-                 int64_t row, int64_t count, const float* x, int64_t t, int64_t tiles) {
-    const int64_t begin = pieces.start(i), next = i + 1 < pieces.count ? i + 1 : 0;
-    const bool expanded = column.weight->type() != WeightType::kF32;
-    TileTask task;
-    task.weights = expanded ? reinterpret_cast<const uint8_t*>(column.piece) : column.stored(0, begin);
-    task.k = pieces.start(i + 1) - begin;
-    task.x = x + begin * count;
-    task.sums = column.sums + row * kLinearPanel;
-    task.first = i == 0;
-    // The tiles share in asking for what is read next: the next piece, or the first one of a panel to come.
-    const uint8_t* from = column.stored(next == 0 ? ahead : 0, pieces.start(next));
-    const int64_t bytes = column.stored(0, pieces.start(next + 1)) - column.stored(0, pieces.start(next));
-    ask_for(&task, kAskEvery[int(WeightType::kF32)], from, bytes, t, tiles);
-    kernels.packed[count - 1](task);
 }
 
-// Rows [row, row + rows), whose packed x, tile by tile, is at `x`. A panel is expanded once for all of them, and as a
-// tile of x is multiplied with several panels while it is near, the rows may be many more than a cache holds.
+// Rows [row, row + rows), of which packed_sums speaks.
 void packed_group(const Call& call, const Group& group, int64_t row, int64_t rows, const float* x) {
-    const Pieces pieces(group);
-    const int64_t tiles = divide_up(rows, call.kernels.rows), piece_floats = kLinearPanel * pieces.longest();
-    const int64_t parts = group.up == nullptr ? 1 : 2, step = kPackedPanels / parts;
-    float* memory = scratch(kPackedPanels * (piece_floats + kLinearPanel * rows));
-    for (int64_t panel = group.panel; panel < group.panel + group.panels; panel += step) {
-        const int64_t panels = std::min(step, group.panel + group.panels - panel), count = panels * parts;
-        Column columns[kPackedPanels];
-        for (int64_t c = 0; c < count; ++c) {
-            float* own = memory + c * (piece_floats + kLinearPanel * rows);
-            columns[c] = {c % parts == 0 ? group.weight : group.up, panel + c / parts, own, own + piece_floats};
-        }
-        for (int64_t i = 0; i < pieces.count; ++i) {
-            for (int64_t c = 0; c < count; ++c) {
-                const WeightType type = columns[c].weight->type();
-                const int64_t begin = pieces.start(i), k = pieces.start(i + 1) - begin;
-                if (type != WeightType::kF32)
-                    call.kernels.expand[int(type)](columns[c].stored(0, begin), k, columns[c].piece);
-            }
-            for (int64_t t = 0; t < tiles; ++t) {
-                const int64_t first = tile_start(rows, tiles, t), height = tile_start(rows, tiles, t + 1) - first;
-                for (int64_t c = 0; c < count; ++c)
-                    packed_tile(call.kernels, columns[c], pieces, i, panels, first, height, x + first * pieces.inputs,
-                                t, tiles);
-                if (i + 1 < pieces.count) continue;
-                for (int64_t c = 0; c < count; c += parts)
-                    finish(call, group, columns[c].panel, row + first, int(height),
-                           columns[c].sums + first * kLinearPanel,
-                           parts == 1 ? nullptr : columns[c + 1].sums + first * kLinearPanel);
-            }
-        }
+    int64_t longest = Pieces(*group.weight).longest();
+    if (group.up != nullptr) longest = std::max(longest, Pieces(*group.up).longest());
+    float* piece = scratch(kLinearPanel * (2 * rows + longest));
+    float* sums = piece + kLinearPanel * longest;
+    float* up = group.up == nullptr ? nullptr : sums + kLinearPanel * rows;
+    for (int64_t panel = group.panel; panel < group.panel + group.panels; ++panel) {
+        packed_sums(call.kernels, *group.weight, panel, rows, x, piece, sums);
+        if (up != nullptr) packed_sums(call.kernels, *group.up, panel, rows, x, piece, up);
+        finish(call, group, panel, row, int(rows), sums, up);
     }
 }
 
@@ -438,17 +411,14 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
                    [&](int64_t, const Group& group, const Group* next) { direct_group(call, group, next); });
         return;
     }
-    const Shares shares(weights, args.gated, args.gated ? kPackedPanels / 2 : kPackedPanels, pool.num_threads());
-    // Few groups and many threads: more blocks, so that no thread waits long for the last.
-    const int64_t wanted = divide_up(8 * pool.num_threads(), int64_t(shares.groups.size()));
-    const RowBlocks blocks(args.rows, call.kernels.rows,
-                           std::min(kPackedBlockBytes / (inputs * 4), divide_up(args.rows, wanted)));
+    const RowBlocks blocks(args.rows, call.kernels.rows, kRowBlockBytes / (inputs * 4));
     for_tiles(blocks, pool, [&](int64_t first, int64_t end) {
         int64_t stride;
         const float* rows = normed_rows(call, first, end, inputs, &stride);
         call.kernels.pack_x(rows, stride, int(end - first), inputs, x + first * inputs);
     });
-    for_groups(shares, blocks.count, pool, [&](int64_t block, const Group& group, const Group*) {
+    for_groups(Shares(weights, args.gated, kMostPanels, pool.num_threads()), blocks.count, pool,
+               [&](int64_t block, const Group& group, const Group*) {
         const int64_t begin = blocks.start(block), rows = blocks.start(block + 1) - begin;
         if (rows > 0) packed_group(call, group, begin, rows, x + begin * inputs);
     });

@@ -2,7 +2,7 @@
 // its unnamed namespace, after the operations it is written in:
 //   Vec: zero, set, load, store, add, mul, fma(a, b, c) = a b + c, load_half (kLanes float16)
 //   Int (32-bit lanes): load_bits, load_bytes (u8), load_signed_bytes, mask, either, left<n>, right<n>
-//   to_float (signed integers), as_float (the bits), prefetch, kLanes; kMostRows of a tile; kMostVectors,
+//   to_float (signed integers), as_float (the bits), prefetch_first and prefetch_second (into which cache), kLanes; kMostRows of a tile; kMostVectors,
 //   how many sums registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
 // Everything is unrolled at compile time; see linear.h for the law and linear_kernels.h for layouts.
 
@@ -221,8 +221,8 @@ OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t
     }
 }
 
-// R rows times P panels. Packed: x is [k][R].
-template <class Type, int R, int P, bool Packed>
+// R rows times P panels. Packed: x is [k][R]. Expands: the weights are left as float32, for one panel.
+template <class Type, int R, int P, bool Packed, bool Expands = false>
 void tile(const TileTask& task) {
     constexpr int V = P * kPanelVectors;
     // Where they start from 0 they are loaded all the same: a branch here would spill every one of them.
@@ -246,10 +246,20 @@ void tile(const TileTask& task) {
             next = then, end = then + task.panel_bytes, next_panel = task.prefetch_then_panel, then = nullptr;
         }
         for (int i = 0; i < lines; ++i)
-            for (int p = 0; p < P; ++p) prefetch(next + i * 64 + p * next_panel);
+            for (int p = 0; p < P; ++p) {
+                if constexpr (Packed) {
+                    prefetch_first(next + i * 64 + p * next_panel);
+                } else {
+                    prefetch_second(next + i * 64 + p * next_panel);
+                }
+            }
         next += lines * 64;
     };
+    float* const expanded = task.expanded;
     const auto multiply_add = [&](int64_t k, const Vec(&w)[V]) OCTAVO_INLINE {
+        if constexpr (Expands) {
+            UNROLL for (int v = 0; v < V; ++v) store(expanded + k * kLinearPanel + v * kLanes, w[v]);
+        }
         UNROLL for (int r = 0; r < R; ++r) {
             Vec value;
             if constexpr (Packed) {
@@ -345,17 +355,20 @@ constexpr LinearKernels::Tile tile_if_it_fits() {
 }
 
 template <class Type, int R>
-void fill_row(LinearKernels::Tile (*row)[3]) {
+void fill_row(LinearKernels::Tile (*row)[3], LinearKernels::Tile* expand_first) {
     row[R - 1][0] = tile_if_it_fits<Type, R, 1>();
     row[R - 1][1] = tile_if_it_fits<Type, R, 2>();
     row[R - 1][2] = tile_if_it_fits<Type, R, 4>();
-    if constexpr (R < kMostRows) fill_row<Type, R + 1>(row);
+    // Tiles of a block of rows are nearly full.
+    if constexpr (Type::kUnit > 2 && R > kMostRows / 2 && R * kPanelVectors <= kMostVectorsBesideScales)
+        expand_first[R - 1] = tile<Type, R, 1, true, true>;
+    if constexpr (R < kMostRows) fill_row<Type, R + 1>(row, expand_first);
 }
 
 template <class Type>
 void fill(LinearKernels* kernels, WeightType type) {
     static_assert(Type::kBytes % 32 == 0, "vectors of a unit lie at multiples of their size");
-    fill_row<Type, 1>(kernels->direct[int(type)]);
+    fill_row<Type, 1>(kernels->direct[int(type)], kernels->expand_first[int(type)]);
     kernels->expand[int(type)] = expand<Type>;
 }
 
