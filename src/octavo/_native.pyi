@@ -27,9 +27,29 @@ class PagedBatch:
         num_seqs: int,
         max_blocks: int,
         shape: Shape,
+        history: tuple[int, int, int],
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+
+class CompactLayer:
+    def __init__(self, *, key: int, value: int, num_blocks: int, value_bits: int) -> None: ...
+
+def value_record_bytes(head_dim: int, value_bits: int) -> int: ...
+def seal_compact(
+    *,
+    key: int,
+    value: int,
+    num_blocks: int,
+    compact: list[int],
+    num_compact: int,
+    value_bits: int,
+    pairs: int,
+    count: int,
+    shape: Shape,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
 
 class AttentionPlan:
     def __init__(
@@ -61,6 +81,7 @@ class AttentionPlan:
         window: int,
         out: int,
         lse: int,
+        compact: CompactLayer,
     ) -> None: ...
 
 def weight_formats() -> list[tuple[str, int, int, bool]]: ...

@@ -48,6 +48,14 @@ class ForwardBatch:
         attn_reads: to which each layer adds the keys it read, None where nobody asks.
         rows_read: ``[num_seqs]`` int32, how many of each sequence's last rows of the result are read; None
             for all. A model may leave the others as they are before the last layer has finished.
+        compact_table: ``[num_seqs, max_compact]`` int32, the compact ids of each sequence's first blocks in
+            order of position, rows padded with 0: as many as its last query of the step reads in compact
+            form. None without ``history_window``.
+        history_window: a query at position p reads its first ``max(0, (p - history_window) // block_size)``
+            blocks in compact form. What ``block_table`` holds for blocks that all queries of a sequence read
+            so is never read. None: everything is read as stored.
+        compactions: ``[n, 2]`` int32, pairs (block, compact block): each layer makes the compact form of
+            these blocks, after the step's K and V are written and before it attends. None for none.
 
     Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
     with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
@@ -77,6 +85,9 @@ class ForwardBatch:
     attn_report: torch.Tensor | None = None
     attn_reads: AttnReads | None = None
     rows_read: torch.Tensor | None = None
+    compact_table: torch.Tensor | None = None
+    history_window: int | None = None
+    compactions: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

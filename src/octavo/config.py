@@ -12,6 +12,8 @@ from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 
 __all__ = [
     "ACTIVATIONS",
+    "HISTORIES",
+    "HISTORY_VALUES",
     "WEIGHTS",
     "CacheConfig",
     "EngineConfig",
@@ -25,6 +27,10 @@ __all__ = [
 WEIGHTS = ("auto", "float32", "float16", "bfloat16", "q8_0", "q4_1")
 #: What is multiplied with the weights: as it is, or rounded to 8 bits a value.
 ACTIVATIONS = ("float32", "int8")
+#: What old history is read as: K and V as stored, or compact blocks.
+HISTORIES = ("exact", "compact")
+#: How compact blocks hold values, and the bits of each.
+HISTORY_VALUES = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,11 @@ class CacheConfig:
     ``kv_cache_memory`` is a size ("2GiB", or bytes) or None for a stated share of the memory that
     the process may still use; ``num_blocks`` overrides both (tests). Sealed blocks are also kept in the
     folder ``cache_dir``, if given, in no more than ``cache_disk`` bytes.
+
+    With ``history`` "compact" a query at position p reads every block that lies wholly before
+    p - ``history_window`` in compact form, with values as ``history_values`` says. The memory is then divided
+    between blocks as stored and compact ones so that it holds as many sequences of ``history_tokens`` tokens
+    (None: of ``max_model_len``) as it can; ``num_compact_blocks`` goes with ``num_blocks`` (tests).
     """
 
     block_size: int = 16
@@ -43,6 +54,21 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     cache_dir: str | None = None
     cache_disk: str | int = "20GiB"
+    history: str = "exact"  # one of HISTORIES
+    history_window: int = 512
+    history_values: str = "int8"  # one of HISTORY_VALUES
+    history_tokens: int | None = None
+    num_compact_blocks: int | None = None
+
+    @property
+    def compact_window(self) -> int | None:
+        """The window in tokens, None where all history is read as stored."""
+        return self.history_window if self.history == "compact" else None
+
+    @property
+    def value_bits(self) -> int | None:
+        """Bits of a value in compact history, None where there is none."""
+        return HISTORY_VALUES[self.history_values] if self.history == "compact" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

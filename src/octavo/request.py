@@ -266,12 +266,17 @@ class Request:
 
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    #: By number of block; -1 for one that is read in compact form alone.
     block_table: list[int] = field(default_factory=list)
+    #: The compact forms of the first blocks.
+    compact_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None
     #: Those of them that came from disk.
     num_disk_tokens: int = 0
+    #: Those of them that are read in compact form.
+    num_compact_tokens: int = 0
     #: Why the prefix stopped matching, in words, and the first token that had to be computed.
     cache_miss_reason: str | None = None
     num_preemptions: int = 0
@@ -389,7 +394,8 @@ class RequestOutput:
     """The answer to one prompt: its choices, and what the prefix cache did for it.
 
     ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
-    nothing comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk.
+    nothing comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk,
+    and ``num_compact_tokens`` were found in the compact form that they are read in.
     ``cache_miss_reason`` says where and why the prefix stopped matching.
     ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
     ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
@@ -407,6 +413,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0
+    num_compact_tokens: int = 0
     cache_miss_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None

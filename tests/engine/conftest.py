@@ -16,6 +16,7 @@ from octavo.cache.disk_cache import DiskCache
 from octavo.cache.disk_store import DiskStore
 from octavo.cache.kv_cache import KVCache
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.engine.blocks import PoolShape
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
@@ -141,8 +142,7 @@ class Tiny:
             self.disk = DiskCache(store, block_size=block_size, row_bytes=rows, queue_bytes=queue_bytes)
         self.scheduler = Scheduler(
             limits,
-            block_size=block_size,
-            num_blocks=num_blocks,
+            PoolShape(block_size, num_blocks),
             prefix_cache=prefix_cache,
             fingerprint=fingerprint,
             disk=self.disk,

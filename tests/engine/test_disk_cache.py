@@ -282,12 +282,12 @@ def test_an_interrupt_anywhere_in_the_disk_s_part_loses_no_block_and_no_answer(
     owner = engine.runner if place == "read_block" else engine.disk
     real, calls = getattr(owner, place), []
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         calls.append(arguments)
         if len(calls) == 1:
-            real(*arguments)
+            real(*arguments, **options)
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(owner, place, interrupted)
     job = (prompt(41) + prompt(22, 5), greedy(9, logprobs=1))

@@ -292,6 +292,7 @@ def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
     )
     base = (config, model, "weights", "avx2", 1)
     cache = config.cache
+    compact = replace(cache, history="compact")
     others = [
         (replace(config, attention="sdpa"), *base[1:]),
         (replace(config, weights="float32"), *base[1:]),
@@ -301,6 +302,9 @@ def test_p06_whatever_the_kv_depends_on_is_in_the_fingerprint():
         (replace(config, topk_planes=True, attn_topk_mode="fast"), *base[1:]),
         (replace(config, cache=replace(cache, kv_dtype="float16")), *base[1:]),
         (replace(config, cache=replace(cache, block_size=32)), *base[1:]),
+        (replace(config, cache=compact), *base[1:]),
+        (replace(config, cache=replace(compact, history_window=1024)), *base[1:]),
+        (replace(config, cache=replace(compact, history_values="int4")), *base[1:]),
         (config, replace(model, rope=RopeConfig(theta=5.0)), *base[2:]),
         (config, replace(model, sliding_window=8, sliding_layers=(0,)), *base[2:]),
         (config, model, "other weights", *base[3:]),
@@ -320,7 +324,8 @@ def test_p06_nothing_is_matched_under_another_fingerprint(tiny):
     for fingerprint in ("a", "a", "b"):
         t = tiny(fingerprint=fingerprint)
         t.run((prompt(20), greedy(1)))
-        keys.append(set(t.scheduler._cache.digests(t.scheduler._cache.chain(prompt(20), ""))))
+        cache = t.scheduler._blocks.cache
+        keys.append(set(cache.digests(cache.chain(prompt(20), ""))))
     assert keys[0] == keys[1]
     assert not keys[0] & keys[2]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -153,3 +154,53 @@ def test_options_out_of_range(options, words):
 def test_a_given_size_is_used_whole():
     resolved, _ = resources.resolve(config(kv_cache_memory=BLOCK * 70 + 5), MODEL, GIB)
     assert resolved.cache.num_blocks == 70
+
+
+# ---- two pools
+
+
+def divided(memory: int, **cache) -> tuple[CacheConfig, int]:
+    """The resolved cache of a model of many layers, and what its blocks take."""
+    model = dataclasses.replace(
+        MODEL, num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64, max_position_embeddings=8192
+    )
+    given = EngineConfig(
+        model="m",
+        cache=CacheConfig(kv_cache_memory=memory, history="compact", **cache),
+        scheduler=SchedulerConfig(max_model_len=8192),
+    )
+    resolved, note = resources.resolve(given, model, 100 * GIB)
+    assert note is None
+    sizes = resources.BlockSizes.of(resolved, model)
+    assert resolved.cache.num_blocks is not None
+    assert resolved.cache.num_compact_blocks is not None
+    taken = resolved.cache.num_blocks * sizes.stored + resolved.cache.num_compact_blocks * sizes.compact
+    return resolved.cache, taken
+
+
+@pytest.mark.parametrize("values", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_memory_is_divided_for_conversations_of_the_given_length_and_used_whole(values, dtype):
+    memory = 4 * GIB
+    cache, taken = divided(memory, kv_dtype=dtype, history_values=values)
+    assert 0.999 * memory < taken <= memory
+    stored, compact = cache.num_blocks, cache.num_compact_blocks
+    per_chat = stored / 34, compact / (512 - 32)  # a window of 512 tokens and what a step adds; the rest
+    assert per_chat[0] == pytest.approx(per_chat[1], rel=0.2)
+    short, _ = divided(memory, kv_dtype=dtype, history_values=values, history_tokens=1024)
+    assert short.num_blocks > 2 * stored
+
+
+@pytest.mark.parametrize(("values", "goal"), [("int8", 1.65), ("int4", 2.0)])
+def test_a_pool_holds_so_many_times_the_long_conversations_of_float16(values, goal):
+    memory = 8 * GIB
+    cache, _ = divided(memory, kv_dtype="float16", history_values=values)
+    chats = min(cache.num_blocks / 34, cache.num_compact_blocks / 480)
+    plain = memory / (512 * 16 * 30 * 3 * 64 * 2 * 2)
+    assert chats >= goal * plain
+
+
+def test_a_memory_that_holds_no_window_is_refused_in_a_sentence():
+    sentence = r"does not hold a history_window of 512 tokens: that takes 12\.\d MiB"
+    with pytest.raises(ValueError, match=sentence):
+        divided(10 * 1024**2, kv_dtype="float16")

@@ -6,6 +6,7 @@ import pytest
 from fake_model import add, build, make_request, prompt_of, tokens_of
 
 from octavo.config import SchedulerConfig
+from octavo.engine.blocks import PoolShape
 from octavo.engine.resources import fit_max_model_len
 from octavo.engine.scheduler import MAX_PASSED, Scheduler
 from octavo.request import Request, Status
@@ -54,9 +55,9 @@ def test_an_empty_prompt_and_a_used_id_are_refused() -> None:
 def test_limits_below_one_are_refused(field: str) -> None:
     values = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1, field: 0}
     with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
-        Scheduler(SchedulerConfig(**values), block_size=4, num_blocks=4)
+        Scheduler(SchedulerConfig(**values), PoolShape(4, 4))
     with pytest.raises(ValueError, match="max_model_len must be resolved"):
-        Scheduler(SchedulerConfig(), block_size=4, num_blocks=4)
+        Scheduler(SchedulerConfig(), PoolShape(4, 4))
 
 
 def test_s04_a_request_that_outgrows_the_pool_ends_and_the_engine_lives_on() -> None:
@@ -395,8 +396,8 @@ def test_s16_nothing_is_left_after_many_requests() -> None:
     assert not scheduler._waiting._entries
     assert not scheduler._waiting._claims
     assert not scheduler._waiting._put_off
-    assert len(scheduler._cache) == stats.cached_blocks
-    assert len(scheduler._cache._roots) <= 1
+    assert len(scheduler._blocks.cache) == stats.cached_blocks
+    assert len(scheduler._blocks.cache._roots) <= 1
 
 
 # ---- the limit for prompts beside answers

@@ -18,8 +18,10 @@ from hypothesis.stateful import (
 )
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.prefix_cache import PrefixCache, sha256
+from octavo.cache.chain import Node, sha256
+from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
+from octavo.engine.blocks import PoolShape
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.waiting import Entry
 from octavo.request import Request
@@ -40,6 +42,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_model_len=st.sampled_from([12, 40]),
         kind=st.sampled_from(["sha256", "sha256", "sha256", "constant", "two values", "off"]),
+        window_blocks=st.sampled_from([None, None, 1, 2, 4]),
+        num_compact=st.integers(1, 12),
     )
     def start(
         self,
@@ -49,24 +53,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         max_model_len: int,
         kind: str,
+        window_blocks: int | None,
+        num_compact: int,
     ) -> None:
         hashes = {"constant": lambda data: b"x", "two values": lambda data: sha256(data)[:1] < b"\x80"}
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
         )
+        shape = PoolShape(block_size, num_blocks)
+        if window_blocks is not None:
+            shape = PoolShape(block_size, num_blocks, num_compact, window_blocks * block_size)
+        self.shape = shape
         self.scheduler = Scheduler(
             config,
-            block_size=block_size,
-            num_blocks=num_blocks,
+            shape,
             prefix_cache=kind != "off",
             hash_function=lambda data: bytes(hashes.get(kind, sha256)(data)),
         )
         self.caching = kind != "off"
-        self.config, self.capacity = config, block_size * num_blocks
+        self.config, self.capacity = config, shape.capacity
         self.model = FakeModel(
             self.scheduler,
-            block_size=block_size,
-            num_blocks=num_blocks,
+            shape,
             next_token=lambda request: next_token(request, VOCAB),
             copies_first=self.copies_first,
         )
@@ -151,6 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if computed:
             self.model.forward(output)
         self.scheduler.start_over([(r, len(r.output_token_ids)) for r in self.requests if not r.finished])
+        self.model.forget_the_last_step()
 
     @rule()
     def reset(self) -> None:
@@ -163,7 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
         stats = self.scheduler.stats
         total = stats.free_blocks + stats.cached_blocks + stats.used_blocks
-        assert total * self.model.block_size == self.capacity
+        assert total == self.shape.num_blocks
+        compact = stats.free_compact_blocks, stats.cached_compact_blocks, stats.used_compact_blocks
+        assert sum(compact) == self.shape.num_compact
         counters = (
             stats.prefix_queries,
             stats.prefix_hits,
@@ -210,7 +221,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert (request.output_token_ids, request.finish_reason) == (tokens, reason)
         self.scheduler.reset_prefix_cache()
         self.scheduler.check_invariants()
-        assert self.scheduler.stats.free_blocks * self.model.block_size == self.capacity
+        assert self.scheduler.stats.free_blocks == self.shape.num_blocks
+        assert self.scheduler.stats.free_compact_blocks == self.shape.num_compact
 
 
 SETTINGS = settings(
@@ -275,10 +287,9 @@ def _ignore_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _evict_a_used_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    def enqueue(self: PrefixCache, node: object) -> None:
-        node.queue_key = (node.last_used, node.serial)  # type: ignore[attr-defined]  # object is all the patch knows
-        (self._protected if node.protected else self._probation).add(node.queue_key)  # type: ignore[attr-defined]  # as above
-        self._queued[node.serial] = node  # type: ignore[attr-defined,assignment]
+    def enqueue(self: PrefixCache, node: Node) -> None:
+        self._leaves.remove(node)
+        self._leaves.add(node)
 
     monkeypatch.setattr(PrefixCache, "_enqueue", enqueue)
 
@@ -323,7 +334,7 @@ HISTORIES = [
 def _replay(start: dict[str, Any], adds: list[dict[str, Any]]) -> None:
     machine = SchedulerMachine()
     given = {"block_size": 1, "budget": 1, "max_num_seqs": 1, "max_model_len": 12, "kind": "sha256"}
-    machine.start(**given | start)
+    machine.start(**given | {"window_blocks": None, "num_compact": 1} | start)
     for add in adds:
         plain = {
             "stem": [],

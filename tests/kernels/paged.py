@@ -1,4 +1,7 @@
-"""Random paged caches. Blocks lie in shuffled places and every unused slot holds NaN."""
+"""Random paged caches. Blocks lie in shuffled places and every unused slot holds NaN.
+
+With a ``history_window`` so do those that are only read in compact form.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from octavo.kernels import api, reference
+from octavo.kernels import api, compact, reference
 from octavo.kernels.native import ThreadPool
 
 
@@ -28,6 +31,8 @@ class Case:
     window: int | None = None
     need_lse: bool = False
     seed: int = 0
+    history_window: int | None = None
+    value_bits: int = 8
 
     @property
     def scale(self) -> float:
@@ -43,7 +48,14 @@ class Case:
             kv_dtype=self.kv_dtype,
             device="cpu",
             need_lse=self.need_lse,
+            value_bits=None if self.history_window is None else self.value_bits,
         )
+
+    def compact_blocks(self, position: int) -> int:
+        """That a query at this position reads."""
+        if self.history_window is None:
+            return 0
+        return api.num_compact_blocks(position, self.history_window, self.block_size)
 
     def tokens(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed * 1000 + s)
@@ -89,7 +101,42 @@ def build(case: Case, placement: int = 0, pad: float = float("nan")) -> Paged:
     starts = torch.tensor([0] + [q_len for q_len, _ in case.seqs]).cumsum(0).int()
     seq_lens = torch.tensor([n for _, n in case.seqs], dtype=torch.int32)
     kv = api.KVLayer(key, value, case.scale, case.window)
-    return Paged(case, torch.cat(rows), kv, api.AttentionMeta(table, seq_lens, starts))
+    paged = Paged(case, torch.cat(rows), kv, api.AttentionMeta(table, seq_lens, starts))
+    return paged if case.history_window is None else _with_history(paged, placement, pad)
+
+
+def _with_history(paged: Paged, placement: int, pad: float) -> Paged:
+    """The same step with its compact blocks made, and the blocks that nobody reads as stored gone."""
+    case, kv, table = paged.case, paged.kv, paged.meta.block_table.clone()
+    counts = [case.compact_blocks(n - 1) for _, n in case.seqs]
+    num_compact = sum(counts) + 2
+    order = torch.randperm(num_compact, generator=torch.Generator().manual_seed(placement + 1)).tolist()
+    kv = kv._replace(compact=empty_compact(case, num_compact))
+    compact_table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
+    pairs = []
+    for s, count in enumerate(counts):
+        for b in range(count):
+            compact_table[s, b] = order.pop()
+            pairs.append((int(table[s, b]), int(compact_table[s, b])))
+    compact.seal(kv, torch.tensor(pairs, dtype=torch.int32).view(-1, 2), pool(1))
+    for s, (q_len, n) in enumerate(case.seqs):
+        for b in range(case.compact_blocks(n - q_len)):
+            kv.key[table[s, b]] = kv.value[table[s, b]] = pad
+            table[s, b] = 0
+    meta = paged.meta._replace(
+        block_table=table, compact_table=compact_table, history_window=case.history_window
+    )
+    return Paged(case, paged.q, kv, meta)
+
+
+def empty_compact(case: Case, num_compact: int) -> api.CompactKV:
+    """Compact blocks of a layer that hold NaN."""
+    spans = (num_compact, case.num_kv_heads, case.block_size // compact.RECORD_KEYS)
+    sizes = (
+        compact.key_record_bytes(case.head_dim),
+        compact.value_record_bytes(case.head_dim, case.value_bits),
+    )
+    return api.CompactKV(*(torch.full((*spans, size), 255, dtype=torch.uint8) for size in sizes))
 
 
 @functools.cache

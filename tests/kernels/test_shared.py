@@ -38,11 +38,31 @@ def share(private: Paged) -> Paged:
     assert isinstance(case, Tree)
     table, key, value = private.meta.block_table.clone(), private.kv.key.clone(), private.kv.value.clone()
     for s, (parent, keys) in enumerate(case.forks):
-        for b in range(keys // case.block_size):
+        # What either reads in compact form alone is not there as stored.
+        gone = max(case.compact_blocks(n - q_len) for q_len, n in (case.seqs[s], case.seqs[parent]))
+        for b in range(gone, keys // case.block_size):
             key[table[s, b]] = value[table[s, b]] = NAN
             table[s, b] = table[parent, b]
     meta = private.meta._replace(block_table=table)
-    return Paged(case, private.q, private.kv._replace(key=key, value=value), meta)
+    shared = Paged(case, private.q, private.kv._replace(key=key, value=value), meta)
+    return shared if case.history_window is None else share_compact(shared)
+
+
+def share_compact(private: Paged) -> Paged:
+    """The same with each fork's compact blocks from its parent, as far as both have them."""
+    case, compact_table = private.case, private.meta.compact_table
+    assert isinstance(case, Tree)
+    assert compact_table is not None
+    assert private.kv.compact is not None
+    table = compact_table.clone()
+    compact = api.CompactKV(private.kv.compact.key.clone(), private.kv.compact.value.clone())
+    for s, (parent, keys) in enumerate(case.forks):
+        both = (case.compact_blocks(case.seqs[i][1] - 1) for i in (s, parent))
+        for b in range(min(keys // case.block_size, *both)):
+            compact.key[table[s, b]] = compact.value[table[s, b]] = 255
+            table[s, b] = table[parent, b]
+    meta = private.meta._replace(compact_table=table)
+    return Paged(case, private.q, private.kv._replace(compact=compact), meta)
 
 
 def attend(

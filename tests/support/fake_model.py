@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Callable
 
 from octavo.config import SchedulerConfig
+from octavo.engine.blocks import PoolShape
 from octavo.engine.scheduler import Scheduler
-from octavo.engine.step import SchedulerOutput
+from octavo.engine.step import ScheduledRequest, SchedulerOutput
 from octavo.request import Request, SamplingParams
 
 
@@ -33,15 +34,17 @@ class FakeModel:
     def __init__(
         self,
         scheduler: Scheduler,
+        shape: PoolShape,
         *,
-        block_size: int,
-        num_blocks: int,
         next_token: Callable[[Request], int] = lambda request: next_token(request, 3),
         copies_first: bool = True,
     ) -> None:
         self.scheduler = scheduler
-        self.block_size = block_size
-        self.rows: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.shape, self.block_size = shape, shape.block_size
+        self.rows: list[list[int | None]] = [[None] * shape.block_size for _ in range(shape.num_blocks)]
+        #: The rows that compact blocks were made of.
+        self.compact: list[list[int | None]] = [[None] * shape.block_size for _ in range(shape.num_compact)]
+        self.compactions: dict[int, list[int]] = {}  # request id -> numbers of blocks, in order
         self.next_token = next_token
         self.copies_first = copies_first
         self.num_steps = 0
@@ -56,10 +59,19 @@ class FakeModel:
             rows.append(digest(rows[-1] if rows else (request.cache_salt, request.attn_policy), token))
         return rows[:end]
 
-    def read(self, request: Request, end: int) -> list[int | None]:
-        """Rows 0 .. end-1 through the block table."""
-        size = self.block_size
-        return [self.rows[request.block_table[p // size]][p % size] for p in range(end)]
+    def read(self, request: Request, position: int, end: int) -> list[int | None]:
+        """Rows 0 .. end-1 as a query at ``position`` reads them."""
+        size, window, first = self.block_size, self.shape.window, 0
+        if window is not None:
+            first = max(0, position - window) // size  # blocks that lie wholly before position - window
+            assert first == sum((block + 1) * size <= position - window for block in range(position))
+        seen: list[int | None] = []
+        for block in range(-(-end // size)):
+            as_stored = block >= first
+            table = request.block_table if as_stored else request.compact_table
+            assert table[block] >= 0, "read after it was given up"
+            seen += (self.rows if as_stored else self.compact)[table[block]]
+        return seen[:end]
 
     def forward(self, output: SchedulerOutput) -> dict[int, int]:
         """Copy, write, then check what each request reads; returns the sampled tokens."""
@@ -67,8 +79,7 @@ class FakeModel:
             self._copy(output)
         for share in output.scheduled:
             if not share.request.finished:
-                got = self.read(share.request, share.start)
-                assert got == self.history(share.request, share.start), "stale or foreign rows"
+                self._check_what_was_there(share)
         for share in output.scheduled:
             if not share.request.finished:
                 end = share.start + share.num_tokens
@@ -79,15 +90,40 @@ class FakeModel:
                 self.computed[share.request.id] = self.computed.get(share.request.id, 0) + share.num_tokens
         if not self.copies_first:
             self._copy(output)
+        for share in output.scheduled:
+            if not share.request.finished:
+                self._compact(share)
         sampled = {}
         for share in output.scheduled:
             if not share.request.finished:
                 end = share.start + share.num_tokens
-                assert self.read(share.request, end) == self.history(share.request, end), "overwritten"
+                for position in {share.start, (share.start + end) // 2, end - 1}:
+                    got = self.read(share.request, position, position + 1)
+                    assert got == self.history(share.request, position + 1), "overwritten"
                 if share.samples:
                     sampled[share.request.id] = self.next_token(share.request)
         self._just_sampled = set(sampled)
         return sampled
+
+    def _check_what_was_there(self, share: ScheduledRequest) -> None:
+        """Rows from before the step that it reads, or makes compact blocks of, through either table."""
+        request, size = share.request, self.block_size
+        history = self.history(request, share.start)
+        made = {stored for stored, _ in share.compactions}
+        for block in range(-(-share.start // size)):
+            there = history[block * size : (block + 1) * size]
+            if request.block_table[block] >= 0:
+                assert self.rows[request.block_table[block]][: len(there)] == there, "stale or foreign rows"
+            else:
+                assert request.block_table[block] not in made
+                assert self.compact[request.compact_table[block]] == there, "stale or foreign compact rows"
+
+    def _compact(self, share: ScheduledRequest) -> None:
+        tables = list(zip(share.request.block_table, share.request.compact_table, strict=False))
+        done = self.compactions.setdefault(share.request.id, [])
+        for pair in share.compactions:
+            self.compact[pair[1]] = list(self.rows[pair[0]])
+            done.append(tables.index(pair))
 
     def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
@@ -118,6 +154,10 @@ class FakeModel:
         self.scheduler.check_invariants()
         self.num_steps += 1
         return output
+
+    def forget_the_last_step(self) -> None:
+        """After the scheduler started over nothing is an answer that goes on."""
+        self._just_sampled = set()
 
     def run(self, max_steps: int = 10_000) -> list[SchedulerOutput]:
         """Steps until nothing is left to do."""
@@ -163,18 +203,20 @@ def build(
     *,
     block_size: int = 4,
     num_blocks: int = 64,
+    num_compact: int = 0,
+    window: int | None = None,
     seqs: int = 8,
     budget: int = 256,
     max_model_len: int = 1000,
     **kwargs: object,
 ) -> FakeModel:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
-    scheduler = Scheduler(config, block_size=block_size, num_blocks=num_blocks, **kwargs)  # type: ignore[arg-type]
+    shape = PoolShape(block_size, num_blocks, num_compact, window)
+    scheduler = Scheduler(config, shape, **kwargs)  # type: ignore[arg-type]
     # By default each request goes on with its own tokens, never an end token.
     return FakeModel(
         scheduler,
-        block_size=block_size,
-        num_blocks=num_blocks,
+        shape,
         next_token=lambda r: 1000 * r.id + 500 + len(r.output_token_ids),
     )
 

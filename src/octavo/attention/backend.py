@@ -11,7 +11,7 @@ import torch
 from octavo.attention import reads
 from octavo.batch import AttnReads, ForwardBatch
 from octavo.cache.kv_cache import KVCache
-from octavo.kernels import api, fused, topk_paged
+from octavo.kernels import api, compact, fused, topk_paged
 from octavo.kernels.native import ThreadPool
 
 
@@ -28,6 +28,14 @@ class TopkStep:
     report: torch.Tensor | None
     reads: AttnReads | None = None
     whole: fused.Plan | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """What a step's layers share: the plan of its attention, and the blocks that it makes compact."""
+
+    attention: Any
+    compactions: torch.Tensor | None
 
 
 class AttentionBackend:
@@ -52,19 +60,28 @@ class AttentionBackend:
             raise ValueError(reason)
         self._write_kv = getattr(self._kernel, "write_kv", None)
 
-    def plan(self, batch: ForwardBatch) -> Any:
+    def plan(self, batch: ForwardBatch) -> Step:
         """What this step's layers share. Call once a step."""
         return self._plan(batch, batch.cu_seqlens_q)
 
-    def plan_read(self, batch: ForwardBatch) -> Any:
+    def plan_read(self, batch: ForwardBatch) -> Step:
         """As :meth:`plan`, for a layer that attends with the ``rows_read`` alone."""
         assert batch.rows_read is not None
         ends = np.cumsum(batch.rows_read.numpy(force=True), dtype=np.int32)
         cu_seqlens_q = torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends]))
         return self._plan(batch, cu_seqlens_q.to(batch.cu_seqlens_q.device))
 
-    def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
-        meta = api.AttentionMeta(batch.block_table, batch.seq_lens, cu_seqlens_q)
+    def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Step:
+        if batch.history_window is not None and self.spec.value_bits is None:
+            raise ValueError(
+                "the batch has a history_window, but the backend was made without compact history"
+            )
+        return Step(self._attention(batch, cu_seqlens_q), batch.compactions)
+
+    def _attention(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
+        meta = api.AttentionMeta(
+            batch.block_table, batch.seq_lens, cu_seqlens_q, batch.compact_table, batch.history_window
+        )
         if batch.attn_topk is None:
             return self._kernel.plan(meta, self.spec, self.pool)
         if not self.topk:
@@ -86,8 +103,18 @@ class AttentionBackend:
         else:
             self._write_kv(*kv_cache.layer(layer), k, v, slot_mapping)
 
-    def run(self, q: torch.Tensor, layer: api.KVLayer, plan: Any) -> torch.Tensor:
-        """Attention of one layer; ``q`` and the result are ``[num_tokens, num_heads, head_dim]``."""
+    def compact(self, layer: api.KVLayer, compactions: torch.Tensor | None) -> None:
+        """Make the compact form of a step's ``compactions`` in one layer, whose K and V are written."""
+        if compactions is not None:
+            compact.seal(layer, compactions, self.pool)
+
+    def run(self, q: torch.Tensor, layer: api.KVLayer, step: Step) -> torch.Tensor:
+        """Attention of one layer, after the step's compactions there.
+
+        ``q`` and the result are ``[num_tokens, num_heads, head_dim]``.
+        """
+        self.compact(layer, step.compactions)
+        plan = step.attention
         if not isinstance(plan, TopkStep):
             out, _ = self._kernel.attend(q, layer, plan)
             return out

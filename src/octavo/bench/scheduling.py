@@ -12,6 +12,7 @@ from itertools import count
 from typing import Any
 
 from octavo.config import SchedulerConfig
+from octavo.engine.blocks import PoolShape
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import SchedulerOutput
 from octavo.request import Request, SamplingParams
@@ -54,8 +55,7 @@ class Load:
         spare = 2 * RUNNING * each + (0 if case.full else 2 * steps * each)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=RUNNING, max_model_len=BLOCKS_EACH * BLOCK_SIZE + 1),
-            block_size=BLOCK_SIZE,
-            num_blocks=case.cached_blocks + spare,
+            PoolShape(BLOCK_SIZE, case.cached_blocks + spare),
             fingerprint="synthetic",
         )
         self._random = random.Random(0)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import lmdb
 
+from octavo.cache.chain import NO_BLOCK, TOKEN_BYTES, Chain, compact_key
 from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
-from octavo.cache.prefix_cache import TOKEN_BYTES, Chain
 
 log = logging.getLogger("octavo")
 
@@ -28,13 +28,14 @@ QUEUE_BYTES = 128 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class SealedBlock:
-    """A block whose rows are to be saved, as long as ``block`` holds them."""
+    """A block whose rows are to be saved, as long as ``block`` holds them, a compact block if ``compact``."""
 
     digest: bytes
     parent: bytes
     tokens: bytes
     num_tokens: int
     block: int
+    compact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +79,17 @@ class _Clear:
 _Item = _Put | _Touch | _Forget | _Clear
 
 
+def _digest_of(item: _Put | _Forget) -> bytes:
+    return item.record.digest if isinstance(item, _Put) else item.digest
+
+
 class DiskCache:
     """What the scheduler and the engine know of the store.
 
     ``block_size`` is in tokens; ``row_bytes`` is what one block's rows take; ``origin``, 8 bytes, names the
-    engine's fingerprint in listings. All but the writer's loop is for the engine's thread.
+    engine's fingerprint in listings. With ``window_blocks`` there are compact forms, of ``compact_bytes``
+    each, and a block that so many others follow is kept in that form alone, unless a prefix is likely to end
+    near it. All but the writer's loop is for the engine's thread.
     """
 
     def __init__(
@@ -91,16 +98,20 @@ class DiskCache:
         *,
         block_size: int,
         row_bytes: int,
+        compact_bytes: int = 0,
+        window_blocks: int | None = None,
         origin: bytes = bytes(8),
         queue_bytes: int = QUEUE_BYTES,
     ) -> None:
         self._store = store
         self._token_bytes = block_size * TOKEN_BYTES
         self._block_size = block_size
-        self._row_bytes = row_bytes
+        self._row_bytes, self._compact_bytes = row_bytes, compact_bytes
+        self._window = window_blocks
         self._origin = origin
         self._max_queued = max(1, queue_bytes // row_bytes)
         self._sealed: list[SealedBlock] = []
+        self._struck: list[bytes] = []
         self._snapshot: lmdb.Transaction[memoryview] | None = None
         self._loaded = self._damaged = self._left = 0
         self._saved = self._refused = 0  # the writer's
@@ -129,28 +140,28 @@ class DiskCache:
     # ---- reading
 
     def fetch(
-        self, root: bytes, digests: Sequence[bytes], packed: bytes | bytearray, first: int
-    ) -> list[memoryview]:
-        """Rows of the chain's blocks from number ``first`` on, as far as they are saved, verified.
+        self, root: bytes, digests: Sequence[bytes], packed: bytes | bytearray, index: int, *, compact: bool
+    ) -> memoryview | None:
+        """Rows of block ``index`` of a chain, as stored or ``compact``, verified; None if they are not saved.
 
-        ``digests`` are those of all blocks of the chain that may be reused, ``root`` that of its beginning
-        and ``packed`` its tokens. The views live until :meth:`end_reading`.
+        ``digests`` are those of the chain's blocks, ``root`` that of its beginning and ``packed`` its tokens.
+        The view lives until :meth:`end_reading`. What is damaged is not held any more.
         """
-        found: list[memoryview] = []
-        for index in range(first, len(digests)):
-            digest = digests[index]
-            if digest not in self._store.index.entries or digest in self._forgotten:
-                break
-            parent = digests[index - 1] if index else root
-            tokens = bytes(packed[index * self._token_bytes : (index + 1) * self._token_bytes])
-            rows = self._read(digest, parent, tokens)
-            if rows is None:
-                break
-            found.append(rows)
-        self._loaded += len(found)
-        return found
+        digest, parent = digests[index], digests[index - 1] if index else root
+        key, parent = (compact_key(digest), compact_key(parent)) if compact else (digest, parent)
+        if not self.can_fetch(digest, compact=compact):
+            return None
+        tokens = bytes(packed[index * self._token_bytes : (index + 1) * self._token_bytes])
+        rows = self._read(key, parent, tokens, self._compact_bytes if compact else self._row_bytes)
+        self._loaded += rows is not None
+        return rows
 
-    def _read(self, digest: bytes, parent: bytes, tokens: bytes) -> memoryview | None:
+    def can_fetch(self, digest: bytes, *, compact: bool) -> bool:
+        """Whether the block ``digest`` is saved in this form, as far as the index tells."""
+        key = compact_key(digest) if compact else digest
+        return key in self._store.index.entries and key not in self._forgotten
+
+    def _read(self, digest: bytes, parent: bytes, tokens: bytes, num_bytes: int) -> memoryview | None:
         if self._snapshot is None:
             self._snapshot = self._store.snapshot()
         try:
@@ -159,8 +170,8 @@ class DiskCache:
                 return None
             if record[:2] != (parent, tokens):
                 raise DamagedRecordError("it holds other tokens")
-            if len(record[2]) != self._row_bytes:
-                raise DamagedRecordError(f"it holds {len(record[2])} bytes of rows, not {self._row_bytes}")
+            if len(record[2]) != num_bytes:
+                raise DamagedRecordError(f"it holds {len(record[2])} bytes of rows, not {num_bytes}")
         except (DamagedRecordError, lmdb.Error) as error:
             self._damaged += 1
             log.warning(
@@ -184,26 +195,50 @@ class DiskCache:
 
     def note(self, chain: Chain, root: bytes) -> None:
         """Note the blocks that stand for a chain and are not saved yet, in order, as far as there is room."""
-        used = None
-        for index in range(chain.num_saved, len(chain.path)):
-            digest = chain.digests[index]
-            if self.holds(digest):
-                used = digest
-            elif len(self._pending) + len(self._sealed) < self._max_queued:
-                node = chain.path[index]
-                parent = chain.digests[index - 1] if index else root
-                end = (index + 1) * self._block_size
-                self._sealed.append(SealedBlock(digest, parent, node.tokens, end, node.block))
-            else:
+        compact = self._note_form(
+            chain, root, range(chain.num_saved_compact, chain.num_compact), compact=True
+        )
+        chain.num_saved_compact = max(chain.num_saved_compact, compact)
+        stored = self._note_form(chain, root, range(chain.num_saved, len(chain.path)), compact=False)
+        chain.num_saved = max(chain.num_saved, stored)
+        if self._window is not None:
+            # The chain's own end guards the window before it and one block more.
+            self._strike(chain, min(chain.num_saved_compact, chain.num_saved - self._window - 1))
+
+    def _note_form(self, chain: Chain, root: bytes, missing: range, *, compact: bool) -> int:
+        """Note blocks in one form; returns how many of the chain's are saved in it now, or 0."""
+        used, end = None, 0
+        for index in missing:
+            node, digest = chain.path[index], chain.digests[index]
+            key = compact_key(digest) if compact else digest
+            block = node.compact if compact else node.block
+            if self.holds(key):
+                used = key
+            elif len(self._pending) + len(self._sealed) >= self._max_queued:
                 break
-            chain.num_saved = index + 1
+            elif block != NO_BLOCK:
+                parent = chain.digests[index - 1] if index else root
+                parent = compact_key(parent) if compact else parent
+                num_tokens = (index + 1) * self._block_size
+                self._sealed.append(SealedBlock(key, parent, node.tokens, num_tokens, block, compact))
+            end = index + 1
         if used is not None:
             self._queue_up(_Touch(used))
+        return end
+
+    def _strike(self, chain: Chain, end: int) -> None:
+        """What is saved in compact form and was left by the window is not kept as stored any more, where no
+        prefix is likely to end near it: it is struck out after what was noted is saved."""
+        for index in range(max(chain.num_struck, chain.num_compact_at_start), end):
+            digest = chain.digests[index]
+            if chain.path[index].guards == 0 and self.holds(digest):
+                self._struck.append(digest)
+            chain.num_struck = index + 1
 
     def leave(self, chain: Chain) -> None:
         """A request gives up its chain: what found no room in the queue is not saved."""
         self._left += len(chain.path) - chain.num_saved
-        chain.num_saved = 0
+        chain.num_saved = chain.num_saved_compact = chain.num_struck = 0
 
     def take_sealed(self) -> list[SealedBlock]:
         """What was noted since the last call; to be handed in before a block of them is given out again."""
@@ -212,16 +247,25 @@ class DiskCache:
 
     def put(self, sealed: SealedBlock, rows: bytes | memoryview) -> None:
         """Queue a block for saving; ``rows`` is a copy of its own."""
+        record = Record(sealed.digest, sealed.parent, sealed.tokens, sealed.num_tokens, rows, sealed.compact)
         self._pending.add(sealed.digest)
-        self._queue_up(_Put(Record(sealed.digest, sealed.parent, sealed.tokens, sealed.num_tokens, rows)))
+        self._queue_up(_Put(record))
+
+    def strike_out(self) -> None:
+        """Queue what is not to be kept any more, after all that was handed in."""
+        for digest in self._struck:
+            self._pending.discard(digest)
+            self._forgotten.add(digest)
+            self._queue_up(_Forget(digest))
+        self._struck = []
 
     def start_over(self) -> None:
         """Forget what was noted, after a step that was cut short anywhere; what is queued will be saved."""
-        self._sealed = []
+        self._sealed, self._struck = [], []
         self.end_reading()
         with self._wake:
             puts = [item for item in (*self._batch, *self._queue) if isinstance(item, _Put)]
-            self._pending = {item.record.digest for item in puts}
+            self._pending = {item.record.digest for item in puts} - self._forgotten
 
     def _queue_up(self, item: _Item) -> None:
         with self._wake:
@@ -259,9 +303,11 @@ class DiskCache:
         return batch
 
     def _commit(self, batch: Sequence[_Item]) -> None:
-        records = [item.record for item in batch if isinstance(item, _Put)]
+        # Of a block that comes up twice the last word counts.
+        last = {_digest_of(item): item for item in batch if isinstance(item, _Put | _Forget)}
+        records = [item.record for item in last.values() if isinstance(item, _Put)]
         touches = [item.digest for item in batch if isinstance(item, _Touch)]
-        removals = [item.digest for item in batch if isinstance(item, _Forget)]
+        removals = [item.digest for item in last.values() if isinstance(item, _Forget)]
         try:
             if any(
                 isinstance(item, _Clear) for item in batch

@@ -13,6 +13,7 @@ class IndexEntry:
 
     ``size`` is in bytes of the file; ``num_tokens`` counts from the chain's start to the block's end;
     ``last_used`` is in milliseconds since 1970; ``origin`` names the fingerprint that it belongs to.
+    ``compact``: it is the block's compact form.
     """
 
     parent: bytes
@@ -20,6 +21,7 @@ class IndexEntry:
     num_tokens: int
     last_used: int
     origin: bytes
+    compact: bool = False
 
 
 class DiskIndex:

@@ -19,13 +19,15 @@ from typing import IO, Any
 
 import lmdb
 
+from octavo.cache.chain import TOKEN_BYTES, compact_key
 from octavo.cache.disk_index import DiskIndex, IndexEntry
-from octavo.cache.prefix_cache import TOKEN_BYTES
 
 MAGIC, VERSION = b"OCTB", 1
 #: magic, version, SHA-256 of the key and all that follows it, parent, bytes of tokens, bytes of rows.
 _HEADER = struct.Struct(">4sI32s32sII")
 _CHECKED_FROM = struct.calcsize(">4sI32s")
+#: What an entry of a compact form ends with.
+COMPACT = b"c"
 #: An entry of the index on disk: parent, origin, last used, bytes in the file, tokens.
 _ENTRY = struct.Struct(">32s8sQII")
 DIGEST_BYTES = 32
@@ -41,13 +43,15 @@ MIN_BYTES = 1024**2
 @dataclass(frozen=True, slots=True)
 class Record:
     """A sealed block. ``tokens`` are its packed token ids, ``rows`` its K, V and planes as they lie in
-    memory; ``num_tokens`` counts from the chain's start to the block's end."""
+    memory; ``num_tokens`` counts from the chain's start to the block's end. A ``compact`` form goes by
+    another digest, and follows compact forms only."""
 
     digest: bytes
     parent: bytes
     tokens: bytes
     num_tokens: int
     rows: bytes | memoryview
+    compact: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -142,11 +146,13 @@ class DiskStore:
         self.unreadable = []
         with self._env.begin(db=self._entries) as transaction:
             for digest, value in transaction.cursor():
-                if len(digest) != DIGEST_BYTES or len(value) != _ENTRY.size:
+                fields, mark = value[: _ENTRY.size], value[_ENTRY.size :]
+                if len(digest) != DIGEST_BYTES or len(fields) != _ENTRY.size or mark not in (b"", COMPACT):
                     self.unreadable.append(digest)
                     continue
-                parent, origin, last_used, size, num_tokens = _ENTRY.unpack(value)
-                index.add(digest, IndexEntry(parent, size, num_tokens, last_used, origin))
+                parent, origin, last_used, size, num_tokens = _ENTRY.unpack(fields)
+                entry = IndexEntry(parent, size, num_tokens, last_used, origin, mark == COMPACT)
+                index.add(digest, entry)
                 self._clock = max(self._clock, last_used)
         return index
 
@@ -193,9 +199,9 @@ class DiskStore:
     ) -> int:
         """One transaction: strike out, save, and give up what no longer has room. All or nothing.
 
-        Returns how many of ``puts`` are in the store afterwards; one whose chain has a gap before it is not,
-        since nobody would ever come to it. Raises lmdb.Error or OSError when the disk does not take it; then
-        the store is as before.
+        No digest is both in ``puts`` and in ``removals``. Returns how many of ``puts`` are in the store
+        afterwards; one whose chain has a gap before it is not, since nobody would ever come to it. Raises
+        lmdb.Error or OSError when the disk does not take it; then the store is as before.
         """
         # A clock that stands still or goes back must not put the new before the old.
         now = self._clock = max(self._clock + 1, time.time_ns() // 1_000_000)
@@ -225,13 +231,16 @@ class DiskStore:
     ) -> int:
         index = self.index
         with self._env.begin(write=True) as transaction:
-            for digest in removals:
-                self._delete(transaction, digest)
-            for digest, (record, value) in values.items():
-                if not record.is_first and record.parent not in index.entries:
+            # What is struck out may be what another record follows, and then its compact form is there.
+            for digest, (record, value) in sorted(values.items(), key=lambda item: not item[1][0].compact):
+                before = {record.parent, record.parent if record.compact else compact_key(record.parent)}
+                if not record.is_first and not before & index.entries.keys():
                     continue
                 size = _file_bytes(len(value))
-                index.add(digest, IndexEntry(record.parent, size, record.num_tokens, now, origin))
+                entry = IndexEntry(record.parent, size, record.num_tokens, now, origin, record.compact)
+                index.add(digest, entry)
+            for digest in removals:
+                self._delete(transaction, digest)
             for digest in touches:
                 if digest in index.entries:
                     index.touch(digest, now)
@@ -240,9 +249,9 @@ class DiskStore:
                 if digest in index.entries:
                     transaction.put(digest, value, db=self._blocks)
             for digest in (*values, *touches):
-                entry = index.entries.get(digest)
-                if entry is not None:
-                    transaction.put(digest, _pack(entry), db=self._entries)
+                booked = index.entries.get(digest)
+                if booked is not None:
+                    transaction.put(digest, _pack(booked), db=self._entries)
         return len(values.keys() & index.entries.keys())
 
     def clear(self) -> None:
@@ -303,7 +312,8 @@ class DiskStore:
 
 
 def _pack(entry: IndexEntry) -> bytes:
-    return _ENTRY.pack(entry.parent, entry.origin, entry.last_used, entry.size, entry.num_tokens)
+    fields = _ENTRY.pack(entry.parent, entry.origin, entry.last_used, entry.size, entry.num_tokens)
+    return fields + COMPACT if entry.compact else fields
 
 
 def _file_bytes(length: int) -> int:

@@ -10,18 +10,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from octavo.kernels import topk_paged
-from octavo.kernels.api import TopkPlanes
+from octavo.kernels import compact, topk_paged
+from octavo.kernels.api import CompactKV, TopkPlanes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
 class PlaneSet(NamedTuple):
-    """Which layers have planes for top-k attention, and which beside the scan plane."""
+    """What there is beside K and V as stored.
+
+    ``layers`` have planes for top-k attention: the scan plane, with ``tail`` and ``fast`` more. There are
+    ``compact_blocks`` compact blocks, whose values have ``value_bits`` bits, 8 or 4.
+    """
 
     layers: Sequence[int] = ()
     tail: bool = False
     fast: bool = False
+    compact_blocks: int = 0
+    value_bits: int = 8
 
 
 NO_PLANES = PlaneSet()
@@ -33,7 +39,8 @@ class KVCache:
     ``key`` and ``value`` are each ``[num_layers, num_blocks, num_kv_heads, block_size, head_dim]``.
     The layers of ``planes`` also have those of top-k attention (shapes in ``TopkPlanes``), which the
     attention kernel fills: the scan plane, with ``tail`` the means of the values, with ``fast`` the bounds of
-    the keys. Which block belongs to whom is the block pool's business; this class only moves rows.
+    the keys. Beside them lie the compact blocks, with ids of their own. Which block belongs to whom is the
+    block pool's business; this class only moves rows.
     """
 
     def __init__(
@@ -70,6 +77,20 @@ class KVCache:
         #: All that holds blocks, ``[layers, num_blocks, ...]`` each.
         self._parts = [part for part in kept if part is not None]
         self.block_bytes = sum(part.nbytes // num_blocks for part in self._parts)
+        #: Of all layers; the means and bounds of those that have planes.
+        self.compact: CompactKV | None = None
+        if planes.compact_blocks:
+            own = (planes.compact_blocks, num_kv_heads, block_size // compact.RECORD_KEYS)
+            value_bytes = compact.value_record_bytes(head_dim, planes.value_bits)
+            planed = (len(planes.layers), *own)
+            self.compact = CompactKV(
+                _lazy_zeros((num_layers, *own, compact.key_record_bytes(head_dim)), torch.uint8),
+                _lazy_zeros((num_layers, *own, value_bytes), torch.uint8),
+                _lazy_zeros((*planed, head_dim), torch.float16) if planes.layers and planes.tail else None,
+                _lazy_zeros((*planed, 2, head_dim), torch.float16) if planes.layers and planes.fast else None,
+            )
+        self._compact_parts = [part for part in self.compact or () if part is not None]
+        self.compact_block_bytes = sum(part[:, 0].nbytes for part in self._compact_parts)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each ``[num_blocks, num_kv_heads, block_size, head_dim]``."""
@@ -85,6 +106,19 @@ class KVCache:
             scan[own],
             None if mean_value is None else mean_value[own],
             None if bounds is None else bounds[own],
+        )
+
+    def layer_compact(self, index: int) -> CompactKV | None:
+        """The compact blocks of one layer, or None."""
+        if self.compact is None:
+            return None
+        key, value, mean_value, bounds = self.compact
+        own = self._plane_index.get(index)
+        return CompactKV(
+            key[index],
+            value[index],
+            None if mean_value is None or own is None else mean_value[own],
+            None if bounds is None or own is None else bounds[own],
         )
 
     @property
@@ -116,27 +150,45 @@ class KVCache:
 
     def read_block(self, block: int) -> memoryview:
         """A copy of all that a block holds, ``block_bytes`` of it: K of every layer, V, and the planes."""
-        rows = torch.empty(self.block_bytes, dtype=torch.uint8)
-        for place, part in zip(self._split(rows), self._parts, strict=True):
-            place.copy_(part[:, block])
-        return rows.numpy().data
+        return _read(self._parts, block)
 
     def write_block(self, block: int, rows: memoryview) -> None:
         """Fill a block with what :meth:`read_block` gave for one."""
-        staged = torch.empty(self.block_bytes, dtype=torch.uint8)
-        staged.numpy()[:] = np.frombuffer(rows, dtype=np.uint8)
-        for place, part in zip(self._split(staged), self._parts, strict=True):
-            part[:, block] = place
+        _write(self._parts, block, rows)
 
-    def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """One block's K, V and planes within ``rows`` [block_bytes] uint8, without a copy."""
-        places, start = [], 0
-        for part in self._parts:
-            shape = part.shape[:1] + part.shape[2:]
-            end = start + math.prod(shape) * part.itemsize
-            places.append(rows[start:end].view(part.dtype).view(shape))
-            start = end
-        return places
+    def read_compact(self, block: int) -> memoryview:
+        """As :meth:`read_block`, ``compact_block_bytes`` of a compact block."""
+        return _read(self._compact_parts, block)
+
+    def write_compact(self, block: int, rows: memoryview) -> None:
+        """Fill a compact block with what :meth:`read_compact` gave for one."""
+        _write(self._compact_parts, block, rows)
+
+
+def _read(parts: list[torch.Tensor], block: int) -> memoryview:
+    """A copy of one block of all ``parts`` ``[layers, num_blocks, ...]``, one after the other."""
+    rows = torch.empty(sum(part[:, block].nbytes for part in parts), dtype=torch.uint8)
+    for place, part in zip(_split(parts, rows), parts, strict=True):
+        place.copy_(part[:, block])
+    return rows.numpy().data
+
+
+def _write(parts: list[torch.Tensor], block: int, rows: memoryview) -> None:
+    staged = torch.empty(sum(part[:, block].nbytes for part in parts), dtype=torch.uint8)
+    staged.numpy()[:] = np.frombuffer(rows, dtype=np.uint8)
+    for place, part in zip(_split(parts, staged), parts, strict=True):
+        part[:, block] = place
+
+
+def _split(parts: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    """The places of one block's ``parts`` within ``rows`` [bytes] uint8, without a copy."""
+    places, start = [], 0
+    for part in parts:
+        shape = part.shape[:1] + part.shape[2:]
+        end = start + math.prod(shape) * part.itemsize
+        places.append(rows[start:end].view(part.dtype).view(shape))
+        start = end
+    return places
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -164,3 +216,17 @@ def bytes_per_block(
     span = topk_paged.record_bytes(head_dim) + head_dim * (2 * planes.tail + 4 * planes.fast)
     rows = 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
     return rows + len(planes.layers) * num_kv_heads * (block_size // topk_paged.RECORD_KEYS) * span
+
+
+def bytes_per_compact_block(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    planes: PlaneSet,
+) -> int:
+    """Bytes that one compact block takes over all layers, its means and bounds included."""
+    span = compact.key_record_bytes(head_dim) + compact.value_record_bytes(head_dim, planes.value_bits)
+    planed = len(planes.layers) * head_dim * (2 * planes.tail + 4 * planes.fast)
+    return num_kv_heads * (block_size // compact.RECORD_KEYS) * (num_layers * span + planed)

@@ -8,115 +8,70 @@ holds no reference counts of block tables (the pool does): it counts the chains 
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from sys import byteorder
+from typing import NamedTuple
 
+from octavo.cache.chain import (
+    NO_BLOCK,
+    TOKEN_BYTES,
+    Chain,
+    Match,
+    Node,
+    child_key,
+    common_tokens,
+    pack,
+    sha256,
+)
 from octavo.cache.sorted_keys import SortedKeys
+from octavo.cache.spare import Spare
+from octavo.cache.unused_leaves import UnusedLeaves
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
-#: Bytes of a packed token id. Big-endian, so that the order of bytes is the order of tokens.
-TOKEN_BYTES = 4
-MAX_TOKEN_ID = 2**32 - 1
 #: What the empty attention policy is called.
 DENSE = "attn_topk=0"
 #: A miss is explained by no more policies than this.
 MAX_POLICIES_LOOKED_AT = 4
 
 
-def sha256(data: bytes) -> bytes:
-    """The chain's hash function; another one can be injected."""
-    return hashlib.sha256(data).digest()
+class Evicted(NamedTuple):
+    """Blocks that hold nothing any more, one as stored and one compact, or ``NO_BLOCK``."""
 
-
-def pack(token_ids: Sequence[int]) -> bytes:
-    """Token ids as big-endian 32-bit numbers. Raises ValueError for one that does not fit."""
-    try:
-        packed = array("I", token_ids)
-    except (OverflowError, TypeError):
-        raise ValueError(f"token ids must be whole numbers between 0 and {MAX_TOKEN_ID}") from None
-    if byteorder == "little":
-        packed.byteswap()
-    return packed.tobytes()
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A cached block, or the root of a salt's tree (block -1).
-
-    ``users`` counts the chains through the node, so a node that nobody uses has only such nodes
-    below it. ``tokens`` are packed; a *tail* has fewer than block_size of them, no digest and no
-    children.
-    """
-
-    serial: int
     block: int
-    parent: Node | None
-    tokens: bytes
-    digest: bytes | None
-    num_children: int = 0
-    users: int = 0
-    protected: bool = False
-    last_used: int = 0
-    queue_key: tuple[int, int] | None = None
-
-    @property
-    def key(self) -> bytes:
-        """Sorts a node among its siblings by its tokens."""
-        assert self.parent is not None
-        return _child_key(self.parent, self.tokens)
+    compact: int
 
 
-def _child_key(parent: Node, tokens: bytes) -> bytes:
-    return parent.serial.to_bytes(8, "big") + tokens
+def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int | None) -> tuple[int, int]:
+    """How many blocks of a prefix can be reused, and how many of those are read in compact form.
 
-
-@dataclass(slots=True, eq=False)
-class Chain:
-    """A request's side of the cache: its tokens, their digests so far, and the nodes it uses.
-
-    Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
-    ``path[i]`` is the node that stands for the request's block i. ``broken`` means that no further
-    block of this request can be registered. The first ``num_saved`` blocks of ``path`` are on disk or on
-    their way.
+    ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
+    before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
+    stored alone and are made compact then.
     """
-
-    salt: str
-    packed: bytearray
-    policy: str = ""
-    digests: list[bytes] = field(default_factory=list)
-    path: list[Node] = field(default_factory=list)
-    broken: bool = False
-    num_saved: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.packed) // TOKEN_BYTES
-
-    def append(self, token_id: int) -> None:
-        self.packed += token_id.to_bytes(TOKEN_BYTES, "big")
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What a chain can reuse: whole blocks, then the first ``tail_rows`` rows of ``tail``'s block."""
-
-    nodes: tuple[Node, ...] = ()
-    tail: Node | None = None
-    tail_rows: int = 0
+    compact_end = next((i for i, there in enumerate(compact) if not there), len(compact))
+    best, missing = (0, 0), -1  # the last block that is not there as stored
+    for index, there in enumerate(stored):
+        if not there:
+            missing = index
+        old = 0 if window_blocks is None else max(0, index + 1 - window_blocks)
+        read_compact = min(compact_end, old)
+        if missing < read_compact:
+            best = index + 1, read_compact
+    return best
 
 
 class PrefixCache:
     """Digests, the tree of cached blocks, and the order in which they are given up.
 
-    Eviction takes unused leaves only. A block that was never hit is on *probation* and goes before
-    those that were hit, which are *protected*; within each, the least recently used goes first. When
-    more than ``PROTECTED_SHARE`` of the pool is protected, the oldest ones return to probation.
-    Operations on one block cost O(log n) in the number of cached blocks.
+    Eviction takes unused leaves only, blocks that were never hit before those that were (see
+    :class:`~octavo.cache.unused_leaves.UnusedLeaves`). Operations on one block cost O(log n) in the number
+    of cached blocks.
+
+    With ``window_blocks`` old history is read in compact form: a query in block i reads the blocks before
+    i - window_blocks so, and the others as stored. A hit then ends only where all that is read as stored is
+    there, and of blocks that have both forms the stored one is freed before any block is forgotten, first
+    where no prefix is likely to end near it (see :class:`~octavo.cache.spare.Spare`).
     """
 
     def __init__(
@@ -126,12 +81,15 @@ class PrefixCache:
         num_blocks: int,
         fingerprint: str,
         enabled: bool = True,
+        window_blocks: int | None = None,
         hash_function: Callable[[bytes], bytes] = sha256,
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
-        self.num_evictable = 0
+        #: Blocks that are read by nobody: as stored, and in compact form.
+        self.num_evictable = self.num_evictable_compact = 0
         self.num_evictions = 0
+        self.window_blocks = window_blocks
         self._fingerprint = fingerprint
         self._hash = hash_function
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
@@ -145,30 +103,37 @@ class PrefixCache:
         self._roots: dict[bytes, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
+        self._by_compact: dict[int, Node] = {}
         self._by_key: dict[bytes, Node] = {}
         self._children: SortedKeys[bytes] = SortedKeys()
-        self._probation: SortedKeys[tuple[int, int]] = SortedKeys()
-        self._protected: SortedKeys[tuple[int, int]] = SortedKeys()
-        self._queued: dict[int, Node] = {}
-        self._num_protected = 0
-        self.num_evictable = 0
+        self._leaves = UnusedLeaves(self._max_protected)
+        self._spare = Spare(self.window_blocks)
+        self.num_evictable = self.num_evictable_compact = 0
 
     def __len__(self) -> int:
         """Cached blocks, used or not."""
-        return len(self._by_block)
+        return len(self._by_key)
 
     def holds(self, block: int) -> bool:
-        """True when the block is cached, so that its rows must be kept."""
+        """True when the block is cached as stored, so that its rows must be kept."""
         return block in self._by_block
 
+    def holds_compact(self, compact: int) -> bool:
+        """As :meth:`holds`, for a compact block."""
+        return compact in self._by_compact
+
     def blocks(self) -> list[int]:
-        """The cached blocks, used or not."""
+        """The blocks cached as stored, used or not."""
         return list(self._by_block)
+
+    def compact_blocks(self) -> list[int]:
+        """The cached compact blocks, used or not."""
+        return list(self._by_compact)
 
     def parents(self) -> dict[int, int]:
         """Cached block -> the block before it in its tree, -1 for the first."""
         return {
-            block: node.parent.block if node.parent is not None else -1
+            block: node.parent.block if node.parent is not None else NO_BLOCK
             for block, node in self._by_block.items()
         }
 
@@ -188,31 +153,41 @@ class PrefixCache:
 
     def root_digest(self, chain: Chain) -> bytes:
         """What stands before a chain's first block: fingerprint, policy and salt."""
-        fingerprint, name = self._fingerprint.encode(), _root_name(chain)
+        fingerprint, name = self._fingerprint.encode(), chain.root_name
         return self._hash(len(fingerprint).to_bytes(8, "big") + fingerprint + name)
 
     # ---- match (pure), commit (once)
 
     def match(self, chain: Chain) -> Match:
-        """The longest cached prefix of a chain, less than the whole of it. Changes nothing."""
-        node = self._roots.get(_root_name(chain))
+        """The longest cached prefix of a chain that can be read, less than all of it. Changes nothing."""
+        nodes = self.known(chain)
+        node = nodes[-1] if nodes else self._roots.get(chain.root_name)
         if node is None or not self.enabled:
             return Match()
+        stored, compact = ([n.block != NO_BLOCK for n in nodes], [n.compact != NO_BLOCK for n in nodes])
+        count, num_compact = readable(stored, compact, self.window_blocks)
+        if count < len(nodes):
+            return Match(tuple(nodes[:count]), num_compact=num_compact, num_known=len(nodes))
+        start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
+        end = min(start + self.block_size, limit)
+        wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        tail, rows = self._longest_common(node, wanted)
+        return Match(tuple(nodes), tail, rows, num_compact, len(nodes))
+
+    def known(self, chain: Chain) -> list[Node]:
+        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it."""
+        node, nodes = self._roots.get(chain.root_name), list[Node]()
+        if node is None or not self.enabled:
+            return nodes
         # The last token is always computed: its hidden state gives the next one.
-        limit = chain.num_tokens - 1
-        nodes: list[Node] = []
-        for digest in self.digests(chain)[: limit // self.block_size]:
+        for digest in self.digests(chain)[: (chain.num_tokens - 1) // self.block_size]:
             child = self._by_digest.get(digest)
             start = len(nodes) * self._block_bytes
             if child is None or not self._is(child, node, chain.packed[start : start + self._block_bytes]):
                 break
             nodes.append(child)
             node = child
-        start = len(nodes) * self.block_size
-        end = min(start + self.block_size, limit)
-        wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
-        tail, rows = self._longest_common(node, wanted)
-        return Match(tuple(nodes), tail, rows)
+        return nodes
 
     @staticmethod
     def _is(node: Node, parent: Node, tokens: bytes | bytearray) -> bool:
@@ -222,11 +197,11 @@ class PrefixCache:
     def _longest_common(self, parent: Node, wanted: bytes) -> tuple[Node | None, int]:
         # In sorted order the longest common prefix is with one of the two neighbours.
         best, rows = None, 0
-        key = _child_key(parent, wanted)
+        key = child_key(parent, wanted)
         for neighbour in (self._children.at_or_above(key), self._children.below(key)):
             node = self._by_key[neighbour] if neighbour is not None else None
-            if node is not None and node.parent is parent:
-                common = _common_tokens(node.tokens, wanted)
+            if node is not None and node.parent is parent and node.block != NO_BLOCK:
+                common = common_tokens(node.tokens, wanted)
                 if common > rows:
                     best, rows = node, common
         return best, rows
@@ -234,26 +209,37 @@ class PrefixCache:
     def commit(self, chain: Chain, match: Match, *, hit: bool) -> None:
         """Use what was matched. ``hit`` False (a resume) protects nothing."""
         self._clock += 1
-        for node in match.nodes:
+        for index, node in enumerate(match.nodes):
             self._use(node)
-            if hit and not node.protected:
-                node.protected = True
-                self._num_protected += 1
-        chain.path = list(match.nodes)
+            if index >= match.num_compact:
+                self._use_stored(node)
+            if hit:
+                self._leaves.protect(node)
+        chain.path, chain.num_compact = list(match.nodes), match.num_compact
         if match.tail is not None:
             # Copied, not used; and not protected either: one common token is no proof of worth.
             self._touch(match.tail)
 
     def _use(self, node: Node) -> None:
         if node.users == 0:
-            self.num_evictable -= 1
-            self._unqueue(node)
+            self.num_evictable_compact -= node.compact != NO_BLOCK
+            self._leaves.remove(node)
         node.users += 1
         node.last_used = self._clock
 
+    def _use_stored(self, node: Node) -> None:
+        self.num_evictable -= node.stored_users == 0
+        node.stored_users += 1
+        self._spare.update(node)
+
+    def _leave_stored(self, node: Node) -> None:
+        node.stored_users -= 1
+        self.num_evictable += node.stored_users == 0
+        self._spare.update(node)
+
     def _touch(self, node: Node) -> None:
         queued = node.queue_key is not None
-        self._unqueue(node)
+        self._leaves.remove(node)
         node.last_used = self._clock
         if queued:
             self._enqueue(node)
@@ -277,6 +263,12 @@ class PrefixCache:
             return (
                 f"token {first} is the first computed: what is cached from there on was computed with "
                 f"{other or DENSE}, this request has {chain.policy or DENSE}, and the two share nothing"
+            )
+        known = match.num_known * self.block_size
+        if match.num_known > len(match.nodes) and not num_loaded:
+            return (
+                f"token {first} is the first computed: {known} tokens of the prefix are cached, but what "
+                "is read of their end as stored was given up"
             )
         if first == 0:
             return "no cached block starts with this prefix: token 0 is the first computed"
@@ -316,14 +308,59 @@ class PrefixCache:
         node = self._by_digest.get(digest)
         if node is None:
             node = self._insert(parent, tokens, block, digest)
+        elif node.block == NO_BLOCK and self._is(node, parent, tokens):
+            node.block = block
+            self._by_block[block] = node
+            self.num_evictable += 1
         elif not self._is(node, parent, tokens):
             chain.broken = True
             self._drop_childless_root(parent)
             return block
         self._clock += 1
         self._use(node)
+        self._use_stored(node)
         chain.path.append(node)
         return node.block
+
+    def extend_compact(self, chain: Chain, compact: int) -> int:
+        """As :meth:`extend`, for a block that the chain has in compact form alone, as all before it."""
+        index = len(chain.path)
+        digest = self.digests(chain)[index]
+        tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
+        parent = chain.path[-1] if chain.path else self._root(chain)
+        node = self._by_digest.get(digest)
+        if node is None:
+            node = self._insert(parent, tokens, NO_BLOCK, digest, compact)
+        elif not self._is(node, parent, tokens):
+            chain.broken = True
+            self._drop_childless_root(parent)
+            return compact
+        self._clock += 1
+        self._use(node)
+        if node.compact == NO_BLOCK:
+            self._set_compact(node, compact)
+        chain.path.append(node)
+        chain.num_compact += 1
+        return node.compact
+
+    def compacted(self, chain: Chain, compact: int) -> int:
+        """Take the compact form of the next of the chain's blocks that it reads as stored, written in
+        ``compact``; from now on the chain reads that.
+
+        Returns the compact block that stands for it, another one where there was one before; the caller then
+        gives up ``compact``.
+        """
+        node = chain.path[chain.num_compact]
+        if node.compact == NO_BLOCK:
+            self._set_compact(node, compact)
+        chain.num_compact += 1
+        self._leave_stored(node)
+        return node.compact
+
+    def _set_compact(self, node: Node, compact: int) -> None:
+        node.compact = compact
+        self._by_compact[compact] = node
+        self._spare.update(node)
 
     def release(self, chain: Chain, tail_block: int | None, tail_rows: int) -> None:
         """End the chain's use of its nodes; cache its last, partly filled block as a tail.
@@ -336,160 +373,167 @@ class PrefixCache:
             parent = chain.path[-1] if chain.path else self._root(chain)
             start = len(chain.path) * self._block_bytes
             tokens = bytes(chain.packed[start : start + tail_rows * TOKEN_BYTES])
-            above = self._children.at_or_above(_child_key(parent, tokens))
-            if above is None or not above.startswith(_child_key(parent, tokens)):
+            above = self._children.at_or_above(child_key(parent, tokens))
+            if above is None or not above.startswith(child_key(parent, tokens)):
                 tail = self._insert(parent, tokens, tail_block, None)
                 tail.last_used = self._clock
                 self._enqueue(tail)
         # Leaf first: a parent is queued only once nothing hangs below it.
-        for node in reversed(chain.path):
+        for index in range(len(chain.path) - 1, -1, -1):
+            node = chain.path[index]
             node.users -= 1
             node.last_used = self._clock
+            if index >= chain.num_compact:
+                self._leave_stored(node)
             if node.users == 0:
-                self.num_evictable += 1
+                self.num_evictable_compact += node.compact != NO_BLOCK
                 self._enqueue(node)
-        chain.path = []
+        chain.path, chain.num_compact = [], 0
         chain.broken = not self.enabled
 
     def _root(self, chain: Chain) -> Node:
-        name = _root_name(chain)
+        name = chain.root_name
         root = self._roots.get(name)
         if root is None:
             self._serial += 1
-            root = self._roots[name] = Node(self._serial, -1, None, name, None)
+            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, None)
             self._policies[chain.policy] = None
         return root
 
-    def _insert(self, parent: Node, tokens: bytes, block: int, digest: bytes | None) -> Node:
+    def _insert(
+        self, parent: Node, tokens: bytes, block: int, digest: bytes | None, compact: int = NO_BLOCK
+    ) -> Node:
         """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
-        node = Node(self._serial, block, parent, tokens, digest)
+        node = Node(self._serial, block, parent, tokens, digest, compact)
         key = node.key
         shorter = self._children.below(key)
         if shorter is not None and key.startswith(shorter):
             # A tail that the new block begins with is of no more use: it goes first.
             old = self._by_key[shorter]
-            self._unqueue(old)
+            self._leaves.remove(old)
             old.last_used = 0
             self._enqueue(old)
         self._children.add(key)
         self._by_key[key] = node
-        self._by_block[block] = node
+        if block != NO_BLOCK:
+            self._by_block[block] = node
+            self.num_evictable += 1
+        if compact != NO_BLOCK:
+            self._by_compact[compact] = node
+            self.num_evictable_compact += 1
         if digest is not None:
             self._by_digest[digest] = node
         parent.num_children += 1
-        self.num_evictable += 1
+        self._spare.children_changed(parent, parent.num_children - 1)
+        self._spare.added(node)
         return node
 
     # ---- giving up
 
-    def evict(self) -> int | None:
-        """Forget the unused leaf that is worth least and return its block; None if all are used."""
-        self._age_out()
-        queue = self._probation if len(self._probation) else self._protected
-        if not len(queue):
+    def evict(self, *, compact: bool = False) -> Evicted | None:
+        """Forget what is worth least and return its blocks; None if all are used.
+
+        That is the stored form of a block that has both, which frees no ``compact`` one, or an unused leaf,
+        which may have one form only: so what was wanted may take more than one call.
+        """
+        self._clock = self._leaves.age_out(self._clock)
+        if not compact and len(self._spare) and (self._spare.unguarded or not len(self._leaves)):
+            node = self._spare.first()
+            evicted = Evicted(node.block, NO_BLOCK)
+            del self._by_block[node.block]
+            node.block = NO_BLOCK
+            self.num_evictable -= 1
+            self._spare.update(node)
+        elif len(self._leaves):
+            node = self._leaves.first()
+            evicted = Evicted(node.block, node.compact)
+            self._remove(node)
+        else:
             return None
-        node = self._queued[queue.first()[1]]
-        self._remove(node)
         self.num_evictions += 1
-        return node.block
+        return evicted
 
-    def clear(self) -> list[int]:
-        """Forget everything; returns the blocks. The caller drops every chain's path and breaks it."""
-        blocks = self.blocks()
+    def clear(self) -> None:
+        """Forget everything. The caller drops every chain's path and breaks it."""
         self._forget_all()
-        return blocks
-
-    def _age_out(self) -> None:
-        while self._num_protected > self._max_protected and len(self._protected):
-            node = self._queued[self._protected.first()[1]]
-            self._unqueue(node)
-            self._unprotect(node)
-            self._clock += 1
-            node.last_used = self._clock
-            self._enqueue(node)
-
-    def _unprotect(self, node: Node) -> None:
-        if node.protected:
-            node.protected = False
-            self._num_protected -= 1
 
     def _enqueue(self, node: Node) -> None:
-        if node.users or node.num_children or node.block < 0:
+        if node.users or node.num_children or node.parent is None:
             return
-        node.queue_key = (node.last_used, node.serial)
-        (self._protected if node.protected else self._probation).add(node.queue_key)
-        self._queued[node.serial] = node
-
-    def _unqueue(self, node: Node) -> None:
-        if node.queue_key is not None:
-            (self._protected if node.protected else self._probation).remove(node.queue_key)
-            del self._queued[node.serial]
-            node.queue_key = None
+        if node.block == NO_BLOCK:
+            # No prefix can end here any more.
+            self._leaves.unprotect(node)
+            node.last_used = 0
+        self._leaves.add(node)
 
     def _remove(self, node: Node) -> None:
-        self._unqueue(node)
-        self._unprotect(node)
+        self._leaves.remove(node)
+        self._leaves.unprotect(node)
         key, parent = node.key, node.parent
         assert parent is not None
         self._children.remove(key)
-        del self._by_key[key], self._by_block[node.block]
+        self._spare.removed(node)
+        del self._by_key[key]
+        if node.block != NO_BLOCK:
+            del self._by_block[node.block]
+            self.num_evictable -= 1
+        if node.compact != NO_BLOCK:
+            del self._by_compact[node.compact]
+            self.num_evictable_compact -= 1
         if node.digest is not None:
             del self._by_digest[node.digest]
-        self.num_evictable -= 1
         parent.num_children -= 1
+        self._spare.children_changed(parent, parent.num_children + 1)
         self._enqueue(parent)
         self._drop_childless_root(parent)
 
     def _drop_childless_root(self, node: Node) -> None:
-        if node.block < 0 and node.num_children == 0:
+        if node.parent is None and node.num_children == 0:
             del self._roots[node.tokens]
 
     # ---- for tests
 
     def check_invariants(self, chains: Iterable[Chain]) -> None:
         """Raise AssertionError unless tree, digests, counts and queues agree (for tests)."""
-        nodes = list(self._by_block.values())
+        nodes = list(self._by_key.values())
         users: Counter[int] = Counter()
+        stored_users: Counter[int] = Counter()
         for chain in chains:
-            parent = self._roots.get(_root_name(chain))
-            for node in chain.path:
+            parent = self._roots.get(chain.root_name)
+            assert chain.num_compact <= len(chain.path)
+            for index, node in enumerate(chain.path):
                 assert node.parent is parent, "a path skips a node"
                 users[node.serial] += 1
+                stored_users[node.serial] += index >= chain.num_compact
+                assert (node.compact if index < chain.num_compact else node.block) != NO_BLOCK
                 parent = node
-        for node in nodes:
-            assert self._by_block[node.block] is node
-            assert self._by_key[node.key] is node
+        for key, node in self._by_key.items():
+            assert node.key == key
+            assert node.block != NO_BLOCK or node.compact != NO_BLOCK, "a node without a block"
+            assert node.block == NO_BLOCK or self._by_block[node.block] is node
+            assert node.compact == NO_BLOCK or self._by_compact[node.compact] is node
             assert node.users == users[node.serial], "users differ from the paths"
+            assert node.stored_users == stored_users[node.serial], "stored users differ from the paths"
             parent = node.parent
             assert parent is not None
-            above = self._by_block.get(parent.block) if parent.block >= 0 else self._roots.get(parent.tokens)
+            above = self._roots.get(parent.tokens) if parent.parent is None else self._by_key.get(parent.key)
             assert above is parent, "a parent was given up before its child"
-            assert parent.block < 0 or len(parent.tokens) == self._block_bytes, "a tail has a child"
+            if parent.parent is not None:
+                assert len(parent.tokens) == self._block_bytes, "a tail has a child"
+                assert node.compact == NO_BLOCK or parent.compact != NO_BLOCK, "compact below stored only"
             assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
             assert node.digest is None or self._by_digest[node.digest] is node
-            leaf = node.users == 0 and node.num_children == 0
-            assert (node.queue_key is not None) == leaf, "the queues hold exactly the unused leaves"
         children = Counter(node.parent.serial for node in nodes if node.parent is not None)
         for parent in [*nodes, *self._roots.values()]:
             assert parent.num_children == children[parent.serial]
-            assert parent.block >= 0 or parent.num_children, "an empty tree is kept"
-        assert self.num_evictable == sum(node.users == 0 for node in nodes)
-        assert self._num_protected == sum(node.protected for node in nodes)
+            assert parent.parent is not None or parent.num_children, "an empty tree is kept"
+        by_compact = self._by_compact.values()
+        assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
+        assert self.num_evictable_compact == sum(node.users == 0 for node in by_compact)
         assert list(self._children) == sorted(self._by_key)
-        assert len(self._by_key) == len(nodes)
+        assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
+        assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
         assert len(self._by_digest) == sum(node.digest is not None for node in nodes)
-        assert len(self._queued) == len(self._probation) + len(self._protected)
-
-
-def _root_name(chain: Chain) -> bytes:
-    """The name of a chain's tree: no two pairs of policy and salt have the same."""
-    policy = chain.policy.encode()
-    return len(policy).to_bytes(4, "big") + policy + chain.salt.encode("utf-8", "surrogatepass")
-
-
-def _common_tokens(a: bytes, b: bytes) -> int:
-    """Tokens that two packed sequences share at their start."""
-    size = min(len(a), len(b))
-    difference = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
-    return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
+        self._leaves.check_invariants(nodes)
+        self._spare.check_invariants(nodes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from octavo.cache.chain import compact_key
 from octavo.cli import options as opt
 from octavo.cli.errors import FAILURE, USAGE, CommandError, plainly
 
@@ -64,7 +65,7 @@ def ls(folder: Folder) -> None:
             "last used", "tokens", "blocks", "size", "engine", "last block", box=None, pad_edge=False
         )
         index = store.index
-        for digest in sorted(index.leaves(), key=lambda leaf: -index.entries[leaf].last_used):
+        for digest in sorted(_ends(index), key=lambda leaf: -index.entries[leaf].last_used):
             entry = index.entries[digest]
             blocks, size = _chain(index, digest)
             day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.last_used / 1000))
@@ -75,13 +76,22 @@ def ls(folder: Folder) -> None:
 
 
 def _chain(index: DiskIndex, digest: bytes) -> tuple[int, int]:
-    """Blocks and bytes from a chain's start, or from a gap in it, to ``digest``."""
+    """Blocks and bytes from a chain's start, or from a gap in it, to ``digest``.
+
+    Where a block is not there as stored, its compact form counts.
+    """
     blocks = size = 0
     entry = index.entries.get(digest)
     while entry is not None:
         blocks, size = blocks + 1, size + entry.size
-        entry = index.entries.get(entry.parent)
+        as_stored = index.entries.get(entry.parent)
+        entry = as_stored or index.entries.get(compact_key(entry.parent))
     return blocks, size
+
+
+def _ends(index: DiskIndex) -> list[bytes]:
+    """The last block of every chain."""
+    return [leaf for leaf in index.leaves() if not index.entries[leaf].compact]
 
 
 @app.command("stats")
@@ -91,8 +101,9 @@ def stats(folder: Folder) -> None:
 
     with _opened(folder) as store:
         entries = store.index.entries
-        print(f"conversations: {len(store.index.leaves())}")
+        print(f"conversations: {len(_ends(store.index))}")
         print(f"blocks: {len(entries)}")
+        print(f"compact forms of blocks: {sum(entry.compact for entry in entries.values())}")
         print(f"size of the blocks: {format_size(store.index.num_bytes)}")
         print(f"size of the file: {format_size(store.file_bytes)}")
         print(f"engines (a model with its settings): {len({entry.origin for entry in entries.values()})}")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.attn_rule import AUTO, MODES
-from octavo.config import ACTIVATIONS, WEIGHTS
+from octavo.config import ACTIVATIONS, HISTORIES, HISTORY_VALUES, WEIGHTS
 from octavo.request import MAX_ATTN_TOPK
 
 #: The backends by name, as ``octavo.kernels.api`` has them; that module imports torch.
@@ -187,6 +187,26 @@ MaxModelLen = Annotated[
         metavar="LENGTH",
         help="Longest context in tokens, such as 4096 or 8k (8 * 1024).",
         rich_help_panel=ENGINE,
+    ),
+]
+HISTORY_HELP = (
+    f"What old history is read as: {' or '.join(HISTORIES)} (a third of float32's memory, "
+    "slightly other numbers)."
+)
+HISTORY_WINDOW_HELP = "With compact history: tokens that are always read as stored, such as 512 or 1k."
+HISTORY_VALUES_HELP = f"With compact history: how values are held, {' or '.join(HISTORY_VALUES)}."
+History = Annotated[
+    str,
+    typer.Option(callback=one_of(*HISTORIES), metavar="NAME", help=HISTORY_HELP, rich_help_panel=ENGINE),
+]
+HistoryWindow = Annotated[
+    int,
+    typer.Option(parser=parse_length, metavar="LENGTH", help=HISTORY_WINDOW_HELP, rich_help_panel=ENGINE),
+]
+HistoryValues = Annotated[
+    str,
+    typer.Option(
+        callback=one_of(*HISTORY_VALUES), metavar="NAME", help=HISTORY_VALUES_HELP, rich_help_panel=ENGINE
     ),
 ]
 Temperature = Annotated[

@@ -17,7 +17,7 @@ import typer
 from octavo.attn_rule import MODES
 from octavo.cli import options as opt
 from octavo.cli.errors import USAGE, CommandError, plainly
-from octavo.config import ACTIVATIONS, WEIGHTS
+from octavo.config import ACTIVATIONS, HISTORIES, HISTORY_VALUES, WEIGHTS
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -275,6 +275,26 @@ SETTINGS = (
         NOT_NEGATIVE,
     ),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", opt.ENGINE),
+    Setting("history", str, "exact", opt.HISTORY_HELP, opt.ENGINE, "NAME", opt.one_of(*HISTORIES)),
+    Setting("history_window", str, "512", opt.HISTORY_WINDOW_HELP, opt.ENGINE, "LENGTH", _length),
+    Setting(
+        "history_values",
+        str,
+        "int8",
+        opt.HISTORY_VALUES_HELP,
+        opt.ENGINE,
+        "NAME",
+        opt.one_of(*HISTORY_VALUES),
+    ),
+    Setting(
+        "history_tokens",
+        str | None,
+        None,
+        "With compact history: the length of chat that memory is divided for; by default the longest.",
+        opt.ENGINE,
+        "LENGTH",
+        _length,
+    ),
     Setting(
         "cache_dir",
         str | None,
@@ -425,6 +445,10 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 enable_prefix_caching=values["prefix_caching"],
                 cache_dir=values["cache_dir"],
                 cache_disk=values["cache_disk"],
+                history=values["history"],
+                history_window=values["history_window"],
+                history_values=values["history_values"],
+                history_tokens=values["history_tokens"],
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=values["max_num_seqs"],
@@ -479,6 +503,7 @@ def _options(values: dict[str, Any]) -> ServerOptions:
 
 
 def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: float) -> None:
+    from octavo.engine import resources
     from octavo.engine.build import isa
     from octavo.engine.encoder import EncoderEngine
 
@@ -490,15 +515,21 @@ def _announce(engine: Engine | EncoderEngine, options: ServerOptions, seconds: f
         return
     config = engine.config
     blocks, size = config.cache.num_blocks or 0, config.cache.block_size
-    tokens = blocks * size
     attention = config.attention
     _say(
         f"{options.models[0]} loaded in {seconds:.1f} s: {attention} attention ({isa(attention)}), "
         f"K and V in {config.cache.kv_dtype}, activations in {config.activations}"
     )
+    if config.cache.num_compact_blocks is None:
+        room = f"{blocks} KV blocks of {size} tokens: {blocks * size} tokens at once, or"
+    else:
+        room = (
+            f"{blocks} KV blocks of {size} tokens and {config.cache.num_compact_blocks} compact ones for "
+            f"what is more than {config.cache.history_window} tokens old:"
+        )
+    contexts = resources.num_sequences(config, engine.max_model_len)
     _say(
-        f"{blocks} KV blocks of {size} tokens: {tokens} tokens at once, "
-        f"or {tokens / engine.max_model_len:.1f} contexts of {engine.max_model_len}; "
+        f"{room} {contexts:.1f} contexts of {engine.max_model_len}; "
         f"{config.scheduler.max_num_seqs} sequences run, {options.max_queue} more may wait"
     )
     disk = engine.disk_stats

@@ -42,6 +42,9 @@ struct SpanTask {
     int next_keys;          // keys of the next span that will be read after this one, to prefetch them
     int block_shift;        // log2(block_size)
     bool half;              // K and V are IEEE float16
+    // 8 or 4: K and V are records of compact_rows.h, and block_stride counts records. Keys of a record are read
+    // together. 0: as above.
+    int value_bits;
     // Row r sees the keys lo[r] <= j < hi[r]; none when lo[r] >= hi[r].
     const int32_t* lo;
     const int32_t* hi;

@@ -1,5 +1,5 @@
 // AVX2, FMA and F16C. Compiled with those flags alone, so nothing here may be inline and shared.
-#include "topk_rows.h"
+#include "compact_rows.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
@@ -42,6 +42,13 @@ inline F8 keep8(F8 x, unsigned bits) {
     return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
 }
 
+// Sums in a fixed tree of eight lanes: isa_portable.cpp spells it out.
+inline float fold8(F8 x) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
 using I8 = __m256i;     // eight 32-bit integers
 using Codes = __m256i;  // eight pairs of 16-bit integers
 
@@ -55,6 +62,22 @@ inline Codes load_codes(const int8_t* p) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline I8 add_products(Codes codes, I8 pair, I8 sum) { return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, pair)); }
+inline F8 load8(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// The eight halves of four bytes, the lower one of a byte first.
+inline F8 load_nibbles8(const uint8_t* p) {
+    int32_t all;
+    __builtin_memcpy(&all, p, 4);
+    const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(all), shift), _mm256_set1_epi32(15)));
+}
+// Eight pairs of bytes, apart.
+inline void load_pairs8(const int8_t* p, F8* even, F8* odd) {
+    const Codes pairs = load_codes(p);
+    *even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
+    *odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
+}
 inline F8 to_float8(I8 x) { return _mm256_cvtepi32_ps(x); }
 // The float whose bits are the whole part of x.
 inline F8 as_bits8(F8 x) { return _mm256_castsi256_ps(_mm256_cvttps_epi32(x)); }

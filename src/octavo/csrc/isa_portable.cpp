@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "compact_rows.h"
 #include "half.h"
-#include "topk_rows.h"
 
 namespace octavo {
 namespace {
@@ -59,6 +59,11 @@ inline unsigned not_below8(const F8& x, const F8& limit) {
     for (int i = 0; i < 8; ++i) bits |= unsigned(!(x.lane[i] < limit.lane[i])) << i;
     return bits;
 }
+// Sums in a fixed tree of eight lanes.
+inline float fold8(const F8& x) {
+    const float* lane = x.lane;
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
 inline F8 keep8(const F8& x, unsigned bits) {
     return map8([&](int i) { return (bits >> i & 1) != 0 ? x.lane[i] : 0.0f; });
 }
@@ -89,6 +94,18 @@ inline I8 add_products(const Codes& codes, const I8& pair, const I8& sum) {
         out.lane[i] = sum.lane[i] + codes.lane[2 * i] * q[0] + codes.lane[2 * i + 1] * q[1];
     }
     return out;
+}
+inline F8 load8(const int8_t* p) {
+    return map8([&](int i) { return float(p[i]); });
+}
+// The eight halves of four bytes, the lower one of a byte first.
+inline F8 load_nibbles8(const uint8_t* p) {
+    return map8([&](int i) { return float(p[i / 2] >> i % 2 * 4 & 15); });
+}
+// Eight pairs of bytes, apart.
+inline void load_pairs8(const int8_t* p, F8* even, F8* odd) {
+    *even = map8([&](int i) { return float(p[2 * i]); });
+    *odd = map8([&](int i) { return float(p[2 * i + 1]); });
 }
 inline F8 to_float8(const I8& x) {
     return map8([&](int i) { return float(x.lane[i]); });

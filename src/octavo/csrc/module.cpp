@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "compact.h"
+#include "compact_rows.h"
 #include "layer_module.h"
 #include "linear.h"
 #include "plan.h"
@@ -89,12 +91,40 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](PagedBatch* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q, int64_t num_seqs,
-               int64_t max_blocks, const Shape& shape) {
+               int64_t max_blocks, const Shape& shape, const std::tuple<uintptr_t, int64_t, int64_t>& history) {
+                const auto [table, max_compact, window] = history;
                 new (self) PagedBatch(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
-                                      at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape.block_size);
+                                      at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape.block_size,
+                                      {at<const int32_t>(table), max_compact, window});
             },
-            nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a)
+            nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
+            "history"_a)
         .def_prop_ro("num_tokens", [](const PagedBatch& batch) { return batch.num_tokens; });
+
+    nb::class_<CompactArgs>(m, "CompactLayer")
+        .def(
+            "__init__",
+            [](CompactArgs* self, uintptr_t key, uintptr_t value, int64_t num_blocks, int value_bits) {
+                new (self) CompactArgs{at<const uint8_t>(key), at<const uint8_t>(value), num_blocks, value_bits};
+            },
+            nb::kw_only(), "key"_a, "value"_a, "num_blocks"_a, "value_bits"_a);
+    m.def("value_record_bytes", [](int head_dim, int value_bits) { return value_layout(head_dim, value_bits).bytes; },
+          "head_dim"_a, "value_bits"_a);
+
+    m.def(
+        "seal_compact",
+        [](uintptr_t key, uintptr_t value, int64_t num_blocks, const std::vector<uintptr_t>& compact,
+           int64_t num_compact, int value_bits, uintptr_t pairs, int64_t count, const Shape& shape, ThreadPool& pool,
+           const std::string& isa) {
+            const SealArgs args{at<const void>(key),      at<const void>(value),        num_blocks,
+                                at<uint8_t>(compact[0]),  at<uint8_t>(compact[1]),      at<uint16_t>(compact[2]),
+                                at<uint16_t>(compact[3]), num_compact, value_bits, at<const int32_t>(pairs), count};
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            seal_compact(args, shape, pool, kernels);
+        },
+        nb::kw_only(), "key"_a, "value"_a, "num_blocks"_a, "compact"_a, "num_compact"_a, "value_bits"_a, "pairs"_a,
+        "count"_a, "shape"_a, "pool"_a, "isa"_a);
 
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
@@ -111,13 +141,14 @@ NB_MODULE(_native, m) {
         .def(
             "run",
             [](AttentionPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
-               float scale, int64_t window, uintptr_t out, uintptr_t lse) {
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, const CompactArgs& compact) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
-                                      num_blocks, scale, window, at<float>(out), at<float>(lse)};
+                                      num_blocks, scale, window, at<float>(out), at<float>(lse), compact};
                 nb::gil_scoped_release release;
                 plan.run(layer);
             },
-            "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a);
+            "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a,
+            "compact"_a);
 
     m.def("weight_formats", [] {
         std::vector<std::tuple<std::string, int, int, bool>> formats;

@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "compact_rows.h"
 #include "linear_kernels.h"
 
 namespace octavo {
@@ -48,7 +49,8 @@ const Isa& choose_isa(const std::string& name) {
 }
 
 PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                       int64_t num_seqs, int64_t max_blocks, int block_size) {
+                       int64_t num_seqs, int64_t max_blocks, int block_size, const History& history)
+    : history_window(history.window), block_size(block_size) {
     if (cu_seqlens_q[0] != 0) refuse("cu_seqlens_q must start with 0, got " + std::to_string(cu_seqlens_q[0]));
     const auto who = [](int64_t s) { return "sequence " + std::to_string(s); };
     int64_t num_blocks = 0;
@@ -62,7 +64,17 @@ PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, cons
         if (count > max_blocks)
             refuse(who(s) + " needs " + std::to_string(count) + " blocks for seq_len " + std::to_string(seq_len) +
                    " but block_table holds " + std::to_string(max_blocks));
-        seqs.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks});
+        const int64_t compact_count = compact_blocks(seq_len - 1);
+        if (compact_count > history.max_blocks)
+            refuse(who(s) + " reads " + std::to_string(compact_count) + " blocks in compact form but compact_table holds " +
+                   std::to_string(history.max_blocks));
+        seqs.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks, int64_t(compact.size())});
+        for (int64_t b = 0; b < compact_count; ++b) {
+            const int32_t block = history.table[s * history.max_blocks + b];
+            if (block < 0) refuse(who(s) + " has compact block " + std::to_string(block) + ", which is negative");
+            max_compact = std::max(max_compact, block);
+            compact.push_back(block);
+        }
         num_blocks += count;
     }
     num_tokens = cu_seqlens_q[num_seqs];
@@ -80,7 +92,10 @@ PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, cons
     }
 }
 
-void PagedBatch::check_blocks(int64_t num_blocks) const {
+void PagedBatch::check_blocks(int64_t num_blocks, const CompactArgs& compact) const {
+    if (max_compact >= compact.num_blocks)
+        refuse("compact_table holds block " + std::to_string(max_compact) + " but the cache has " +
+               std::to_string(compact.num_blocks) + " compact blocks");
     if (max_block >= num_blocks)
         refuse("block_table holds block " + std::to_string(max_block) + " but the cache has " +
                std::to_string(num_blocks) + " blocks");
@@ -102,8 +117,25 @@ AttentionPlan::AttentionPlan(const PagedBatch& batch, const int32_t* topk, const
         // More rows than a tile holds gain nothing from company.
         if (seq.q_len == 0 || seq.q_len * group_ > kTileRows || seq.seq_len < kSpan) continue;
         chains_.push_back({s, batch_.blocks.data() + seq.first_block, seq.seq_len / kSpan});
+        if (batch_.history_window == 0) continue;
+        identities_.push_back(identity(seq));
+        chains_.back().blocks = identities_.back().data();
     }
-    groups_ = find_groups(&chains_, kSpan >> block_shift_);
+    groups_ = find_groups(&chains_, (batch_.history_window > 0 ? 2 : 1) * (kSpan >> block_shift_));
+}
+
+// Two numbers a block: its compact id where some query of the step reads it so, its id where some query reads it as
+// stored, else -1. Sequences with the same numbers can be read together.
+std::vector<int32_t> AttentionPlan::identity(const Sequence& seq) const {
+    const int64_t some = batch_.compact_blocks(seq.seq_len - 1), all = batch_.compact_blocks(seq.seq_len - seq.q_len);
+    const int64_t count = (seq.seq_len + batch_.block_size - 1) / batch_.block_size;
+    std::vector<int32_t> numbers;
+    numbers.reserve(size_t(2 * count));
+    for (int64_t b = 0; b < count; ++b) {
+        numbers.push_back(b < some ? batch_.compact[size_t(seq.first_compact + b)] : -1);
+        numbers.push_back(b < all ? -1 : batch_.blocks[size_t(seq.first_block + b)]);
+    }
+    return numbers;
 }
 
 void AttentionPlan::make_jobs(int64_t window) {
@@ -204,7 +236,7 @@ void AttentionPlan::divide_work(int64_t window) {
 int64_t AttentionPlan::scratch_floats() const {
     const int64_t rows = max_rows_, d = shape_.head_dim;
     return line_up(rows * d) + line_up(rows * kScoreStride) + line_up(kPanel * d) + line_up(kValueKeys * d) +
-           2 * line_up(partial_floats(max_rows_));
+           (batch_.history_window > 0 ? 3 : 2) * line_up(partial_floats(max_rows_));
 }
 
 int64_t AttentionPlan::keys_read() const {
@@ -215,7 +247,7 @@ int64_t AttentionPlan::keys_read() const {
 
 void AttentionPlan::run(const LayerArgs& layer) {
     const std::lock_guard<std::mutex> guard(busy_);
-    batch_.check_blocks(layer.num_blocks);
+    batch_.check_blocks(layer.num_blocks, layer.compact);
     if (divided_window_ != layer.window) divide_work(layer.window);
     if (items_.empty()) return;
 
@@ -268,9 +300,11 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     const int64_t head_offset = int64_t(lead.kv_head) * shape_.block_size * d * (shape_.half ? 2 : 4);
     task.key = static_cast<const char*>(layer.key) + head_offset;
     task.value = static_cast<const char*>(layer.value) + head_offset;
+    task.value_bits = 0;
 
     const float* query[kTileRows];
-    int64_t position[kTileRows], last = 0;
+    // A row sees its window's keys [first, position], in compact form those before `stored`.
+    int64_t first[kTileRows], stored[kTileRows], position[kTileRows], last = 0, last_compact = 0;
     for (int64_t part = 0, row = 0; part < item->parts; ++part) {
         const Job& job = jobs_[size_t(parts[part])];
         const Sequence& seq = batch_.seqs[size_t(job.seq)];
@@ -278,7 +312,10 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             query[row] = layer.q + (seq.first_row + at / group_) * layer.q_stride +
                          (int64_t(job.kv_head) * group_ + at % group_) * d;
             position[row] = seq.seq_len - seq.q_len + at / group_;
+            first[row] = layer.window > 0 ? std::max<int64_t>(0, position[row] - layer.window + 1) : 0;
+            stored[row] = std::max(first[row], batch_.compact_blocks(position[row]) * shape_.block_size);
             last = std::max(last, position[row]);
+            last_compact = std::max(last_compact, stored[row]);
         }
     }
     task.num_micro = (rows + kMicroRows - 1) / kMicroRows;
@@ -297,33 +334,65 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
         std::fill(total + rows, total + partial_floats(rows), 0.0f);
     }
     item->keys_read = 0;
-    for (int64_t span = item->span_begin; span < item->span_end; ++span) {
-        const int64_t base = span * kSpan;
+    // A span that rows see in both forms has one partial: that of its compact keys, merged with that of the others.
+    const bool has_compact = batch_.history_window > 0;
+    SpanTask compact = task;
+    if (has_compact) {
+        compact.m = take(partial_floats(rows));
+        compact.l = compact.m + rows;
+        compact.acc = compact.l + rows;
+        const int64_t records = shape_.block_size / kRecordKeys;
+        compact.block_stride = shape_.num_kv_heads * records;
+        compact.key = layer.compact.key + lead.kv_head * records * record_layout(d).bytes;
+        compact.value = layer.compact.value + lead.kv_head * records * value_layout(d, layer.compact.value_bits).bytes;
+        compact.value_bits = layer.compact.value_bits;
+    }
+    // The keys that rows see of those from their own `from` to before their own `to` + more; false if there are none.
+    const auto see = [&](int64_t base, const int64_t* from, const int64_t* to, int64_t more) {
         int lowest = kSpan, highest = 0;
         for (int r = 0; r < rows; ++r) {
-            const int64_t first = layer.window > 0 ? position[r] - layer.window + 1 : 0;
-            lo[r] = int32_t(std::clamp<int64_t>(first - base, 0, kSpan));
-            hi[r] = int32_t(std::clamp<int64_t>(position[r] + 1 - base, 0, kSpan));
+            lo[r] = int32_t(std::clamp<int64_t>(from[r] - base, 0, kSpan));
+            hi[r] = int32_t(std::clamp<int64_t>(to[r] + more - base, 0, kSpan));
             if (lo[r] >= hi[r]) continue;
             lowest = std::min(lowest, lo[r]);
             highest = std::max(highest, hi[r]);
         }
         item->keys_read += std::max(0, highest - lowest);
-        task.blocks = batch_.blocks.data() + lead_seq.first_block + (base >> block_shift_);
-        task.cold = span == item->span_begin;
-        task.next_keys = span + 1 < item->span_end ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
-        isa_.span(task);
+        return lowest < highest;
+    };
+    bool asked = false, compact_asked = false;  // somebody has asked for the span's K
+    for (int64_t span = item->span_begin; span < item->span_end; ++span) {
+        const int64_t base = span * kSpan;
+        const bool more = span + 1 < item->span_end;
+        const bool some = has_compact && see(base, first, stored, 0);
+        if (some) {
+            compact.blocks = batch_.compact.data() + lead_seq.first_compact + (base >> block_shift_);
+            compact.cold = !compact_asked;
+            compact.next_keys = more ? int(std::clamp<int64_t>(last_compact - base - kSpan, 0, kSpan)) : 0;
+            compact_asked = compact.next_keys > 0;
+            isa_.span(compact);
+        }
+        const bool rest = see(base, stored, position, 1);
+        if (rest || !some) {
+            task.blocks = batch_.blocks.data() + lead_seq.first_block + (base >> block_shift_);
+            task.cold = !asked;
+            task.next_keys = more ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
+            asked = rest;
+            isa_.span(task);
+        }
+        if (some && rest) isa_.merge(rows, d, task.m, task.l, task.acc, compact.m, compact.l, compact.acc);
+        const SpanTask& result = some ? compact : task;
         if (alone) {
-            isa_.merge(rows, d, task.m, task.l, task.acc, total, total + rows, total + 2 * rows);
+            isa_.merge(rows, d, result.m, result.l, result.acc, total, total + rows, total + 2 * rows);
             continue;
         }
         for (int64_t part = 0, row = 0; part < item->parts; ++part) {
             const Job& job = jobs_[size_t(parts[part])];
             if (span >= job.span_begin) {
                 float* m = partials + job.partials + (span - job.span_begin) * line_up(partial_floats(job.rows));
-                std::copy(task.m + row, task.m + row + job.rows, m);
-                std::copy(task.l + row, task.l + row + job.rows, m + job.rows);
-                std::copy(task.acc + row * d, task.acc + (row + job.rows) * d, m + 2 * job.rows);
+                std::copy(result.m + row, result.m + row + job.rows, m);
+                std::copy(result.l + row, result.l + row + job.rows, m + job.rows);
+                std::copy(result.acc + row * d, result.acc + (row + job.rows) * d, m + 2 * job.rows);
             }
             row += job.rows;
         }

@@ -26,6 +26,14 @@ struct Shape {
     bool half;  // K and V are float16
 };
 
+// The layer's compact history, records of compact_rows.h: key and value [num_blocks, num_kv_heads, block_size / 16].
+struct CompactArgs {
+    const uint8_t* key = nullptr;
+    const uint8_t* value = nullptr;
+    int64_t num_blocks = 0;
+    int value_bits = 0;
+};
+
 // One layer's tensors. q and out: [num_tokens, num_heads, head_dim], a token's heads contiguous,
 // tokens q_stride elements apart (out is dense). key and value: [num_blocks, num_kv_heads,
 // block_size, head_dim], dense. lse: [num_tokens, num_heads], or nullptr.
@@ -39,6 +47,7 @@ struct LayerArgs {
     int64_t window;  // 0: none
     float* out;
     float* lse;
+    CompactArgs compact = {};
 };
 
 struct Sequence {
@@ -46,6 +55,15 @@ struct Sequence {
     int64_t q_len;      // its last queries
     int64_t seq_len;
     int64_t first_block;  // in PagedBatch::blocks
+    int64_t first_compact;  // in PagedBatch::compact
+};
+
+// Which blocks are read in compact form: with a window above 0 those that lie wholly before position - window, through
+// table [num_seqs, max_blocks].
+struct History {
+    const int32_t* table = nullptr;
+    int64_t max_blocks = 0;
+    int64_t window = 0;
 };
 
 // A step's integers, checked and copied.
@@ -53,14 +71,21 @@ struct PagedBatch {
     // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
     // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
     PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q, int64_t num_seqs,
-               int64_t max_blocks, int block_size);
+               int64_t max_blocks, int block_size, const History& history);
     // Throws std::invalid_argument if a block lies outside a cache of so many.
-    void check_blocks(int64_t num_blocks) const;
+    void check_blocks(int64_t num_blocks, const CompactArgs& compact) const;
+    // How many of the first blocks a query at this position reads in compact form.
+    int64_t compact_blocks(int64_t position) const {
+        return history_window > 0 && position > history_window ? (position - history_window) / block_size : 0;
+    }
 
     std::vector<Sequence> seqs;
     std::vector<int32_t> blocks;
+    std::vector<int32_t> compact;  // those that its last query reads in compact form
     int64_t num_tokens = 0;
-    int32_t max_block = -1;
+    int32_t max_block = -1, max_compact = -1;
+    int64_t history_window;
+    int block_size;
 };
 
 class AttentionPlan {
@@ -114,6 +139,7 @@ private:
     void finish(const LayerArgs& layer, const Job& job, const float* m, const float* l, const float* acc) const;
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;
+    std::vector<int32_t> identity(const Sequence& seq) const;
 
     PagedBatch batch_;
     Shape shape_;
@@ -121,6 +147,7 @@ private:
     const Isa& isa_;
     int group_;
     int block_shift_;
+    std::vector<std::vector<int32_t>> identities_;  // that chains are of, with compact history
     std::vector<Chain> chains_;
     std::vector<Group> groups_;
 

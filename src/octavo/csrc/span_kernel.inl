@@ -156,6 +156,11 @@ inline void softmax_row(float* s, int lo, int hi, float* m_out, float* l_out) {
     *l_out = ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
 }
 
+template <class T>
+F8 part8(const T* v, int d) {
+    return load8(v + d);
+}
+
 // R rows x 8 N columns of acc, in registers while keys pass by.
 template <int R, int N>
 struct ValueTile {
@@ -170,19 +175,19 @@ struct ValueTile {
             UNROLL for (int c = 0; c < N; ++c) store8(acc + r * head_dim + c * 8, a[r][c]);
     }
     // acc[r][d] += p[r] * v[d]
-    template <class T>
-    void add(const float* p, const T* v) {
+    template <class V>
+    void add(const float* p, const V& v) {
         // Whichever operand there are fewer of stays in registers: 16 have to do.
         if (R < N) {
             F8 b[R];
             UNROLL for (int r = 0; r < R; ++r) b[r] = set8(p[r * kScoreStride]);
             UNROLL for (int c = 0; c < N; ++c) {
-                const F8 x = load8(v + c * 8);
+                const F8 x = part8(v, c * 8);
                 UNROLL for (int r = 0; r < R; ++r) a[r][c] = fma8(b[r], x, a[r][c]);
             }
         } else {
             F8 x[N];
-            UNROLL for (int c = 0; c < N; ++c) x[c] = load8(v + c * 8);
+            UNROLL for (int c = 0; c < N; ++c) x[c] = part8(v, c * 8);
             UNROLL for (int r = 0; r < R; ++r) {
                 const F8 b = set8(p[r * kScoreStride]);
                 UNROLL for (int c = 0; c < N; ++c) a[r][c] = fma8(b, x[c], a[r][c]);
@@ -301,8 +306,24 @@ void value_phase(const SpanTask& t, int lo, int hi) {
     }
 }
 
+// Keys and values as they are stored.
 template <class T>
-void span_typed(const SpanTask& t) {
+struct Stored {
+    static void touch_values(const SpanTask& t, int lo, int hi) { touch_blocks<T>(t, t.value, lo, hi); }
+    static void pack(const SpanTask& t, int panel, int lo, int hi) {
+        if (t.cold) {
+            pack_panel<T, true>(t, panel, lo, hi);
+        } else {
+            pack_panel<T, false>(t, panel, lo, hi);
+        }
+    }
+    static void values(const SpanTask& t, int lo, int hi) { value_phase<T>(t, lo, hi); }
+};
+
+#include "compact_kernel.inl"
+
+template <class Form>
+void span_form(const SpanTask& t) {
     int lo = kSpan, hi = 0;
     int micro_lo[kMaxMicroTiles], micro_hi[kMaxMicroTiles];
     for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
@@ -316,14 +337,10 @@ void span_typed(const SpanTask& t) {
         lo = micro_lo[i] < lo ? micro_lo[i] : lo;
         hi = micro_hi[i] > hi ? micro_hi[i] : hi;
     }
-    touch_blocks<T>(t, t.value, lo, hi);
+    Form::touch_values(t, lo, hi);
     for (int panel = lo & ~(kPanel - 1); panel < hi; panel += kPanel) {
         const int next = panel + kPanel;
-        if (t.cold) {
-            pack_panel<T, true>(t, panel, lo, hi);
-        } else {
-            pack_panel<T, false>(t, panel, lo, hi);
-        }
+        Form::pack(t, panel, lo, hi);
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
             if (panel < micro_hi[i] && next > micro_lo[i])
@@ -340,14 +357,18 @@ void span_typed(const SpanTask& t) {
             t.l[r] = 0.0f;
         }
     }
-    value_phase<T>(t, lo, hi);
+    Form::values(t, lo, hi);
 }
 
 void span(const SpanTask& t) {
-    if (t.half) {
-        span_typed<uint16_t>(t);
+    if (t.value_bits == 8) {
+        span_form<Compact<Value8>>(t);
+    } else if (t.value_bits == 4) {
+        span_form<Compact<Value4>>(t);
+    } else if (t.half) {
+        span_form<Stored<uint16_t>>(t);
     } else {
-        span_typed<float>(t);
+        span_form<Stored<float>>(t);
     }
 }
 

@@ -141,13 +141,6 @@ void gather_values(const KeptRow& t, int d) {
     UNROLL for (int c = 0; c < N; ++c) store8(t.out + d + c * 8, acc[c]);
 }
 
-// Sums in a fixed tree of eight lanes.
-inline float fold8(F8 x) {
-    float lanes[8];
-    store8(lanes, x);
-    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-}
-
 inline float euclidean(const float* x, int n) {
     float sum = 0.0f;
     for (int j = 0; j < n; ++j) sum += x[j] * x[j];

@@ -11,6 +11,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "linear_int8.h"
 #include "topk_tile.h"
 
 namespace octavo {
@@ -20,8 +21,9 @@ namespace {
 constexpr int64_t kMaxScanQueries = 4;
 constexpr int kScanRows = 16;
 constexpr int64_t kMinScanKeys = 256;
-// A part of a scan has at least so many keys, and a thread so many parts.
-constexpr int64_t kPartKeys = 1024;
+// A part of a scan has at least so many keys, or ranks so many records, and a thread has so many parts.
+constexpr int64_t kPartKeys = 512;
+constexpr int64_t kPartRecords = 128;
 constexpr int64_t kThreadParts = 3;
 // Floats of row state that a thread's tile of rows may take.
 constexpr int64_t kTileFloats = int64_t(1) << 18;
@@ -37,7 +39,9 @@ int rows_per_tile(int topk) {
 }  // namespace
 
 const PagedTopkIsa& paged_kernels(const Isa& isa) {
-    return &isa == &portable_isa() ? portable_paged_topk() : *avx2_paged_topk();
+    if (&isa == &portable_isa()) return portable_paged_topk();
+    static const bool vnni = cpu_has_vnni() && vnni_paged_topk() != nullptr;
+    return vnni && std::strcmp(isa.name, "avx512") == 0 ? *vnni_paged_topk() : *avx2_paged_topk();
 }
 
 TopkPlan::TopkPlan(const PagedBatch& batch, const TopkPolicy* policies, const Shape& shape, ThreadPool& pool,
@@ -81,7 +85,7 @@ bool TopkPlan::active(size_t seq) const {
 void TopkPlan::check(const TopkPlanes& planes) const {
     if (any_tail_ && (planes.scan == nullptr || planes.mean_value == nullptr))
         throw std::invalid_argument("a sequence asks for the tail, which needs the planes of means");
-    if (any_fast_ && planes.bounds == nullptr)
+    if (any_fast_ && (planes.bounds == nullptr || planes.scan == nullptr))
         throw std::invalid_argument("a sequence asks for the fast mode, which needs the plane of bounds");
     if (any_adaptive_ && planes.scan == nullptr)
         throw std::invalid_argument("a sequence asks for an adaptive budget, which needs the scan plane");
@@ -106,14 +110,14 @@ void TopkPlan::divide(int64_t window, bool planes) {
         int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
         // Heads of a group share a scan, unless threads would have nothing to do.
         const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        const bool may_cut = way == Way::scan && visible >= 2 * kPartKeys;
+        const bool may_cut = way == Way::scan || (way == Way::rank && seq.q_len <= kMaxScanQueries);
         while (way != Way::score && !may_cut && most > 1 && items() < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
             for (int h = 0; h < shape_.num_kv_heads; ++h) {
                 const Item item{int64_t(s), h, row0, count, way, cost, {}, 0, 0, 0, 0, 0};
-                if (!may_cut || !cut_scan(item, window, items())) items_.push_back(item);
+                if (!may_cut || !cut(item, window, items())) items_.push_back(item);
             }
         }
     }
@@ -137,15 +141,19 @@ std::pair<int64_t, int64_t> TopkPlan::scan_range(const Item& item, int64_t windo
     return {first / kRecordKeys * kRecordKeys, end};
 }
 
-// With few scans to go round, the item's keys are scanned in parts, and then each of its rows is an item; but one
-// reading of the means serves all rows.
-bool TopkPlan::cut_scan(const Item& item, int64_t window, int64_t scans) {
-    const auto [begin, end] = scan_range(item, window);
+// With few scans to go round, the item's keys are scanned, or its records ranked, in parts, and then each of its rows
+// is an item; but one reading of the means serves all rows.
+bool TopkPlan::cut(const Item& item, int64_t window, int64_t scans) {
+    const bool rank = item.way == Way::rank;
+    const auto [begin, end] = rank ? rank_range(item, window) : scan_range(item, window);
     const int64_t wanted = (kThreadParts * pool_.num_threads() + scans - 1) / scans;
-    const int64_t parts = std::min(wanted, (end - begin) / kPartKeys);
-    if (pool_.num_threads() == 1 || parts < 2) return false;
-    const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + kSpan - 1) / kSpan * kSpan;
-    for (int64_t from = begin; from < end; from += step) parts_.push_back({item, from, std::min(from + step, end), {}});
+    if (pool_.num_threads() == 1 || wanted < 2 || begin >= end) return false;
+    const int64_t parts = std::clamp<int64_t>((end - begin) / (rank ? kPartRecords : kPartKeys), 1, wanted);
+    // Of whole spans, so that a scan's pieces stay in step with them.
+    const int64_t unit = rank ? kRecordKeys : kSpan;
+    const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + unit) / unit * unit;
+    for (int64_t from = begin; from < end; from += step)
+        parts_.push_back({item, from, std::min(from + step, end), {}, {}});
     const int together = policies_[size_t(item.seq)].tail != 0 ? item.rows : 1;
     for (int r = 0; r < item.rows; r += together) {
         Item rest = item;
@@ -184,7 +192,7 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
 
 void TopkPlan::run(const TopkLayerArgs& args) {
     const std::lock_guard<std::mutex> guard(busy_);
-    batch_.check_blocks(args.layer.num_blocks);
+    batch_.check_blocks(args.layer.num_blocks, args.layer.compact);
     const int64_t window = args.layer.window;
     const bool planes = args.planes.scan != nullptr;
     check(args.planes);

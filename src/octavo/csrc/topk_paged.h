@@ -17,6 +17,8 @@ class TopkTile;
 // The kernels that go with an instruction set.
 const PagedTopkIsa& paged_kernels(const Isa& isa);
 
+// The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
+uint16_t half_up(double x, const Isa& isa);
 // Writes the record of 16 keys: element (key, d) at key + (i * head_dim + d). False where nothing is known of them.
 bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
 // The mean of 16 values as float16 [head_dim]; its first is NaN where it or the keys' mean is not `known`.
@@ -118,11 +120,12 @@ private:
         float limit, dropped;             // `dropped` is relative to the limit
         int64_t rescored;
     };
-    // Rows against the records of the keys [begin, end).
+    // Rows against the records of the keys [begin, end), or where they are ranked the records [begin, end).
     struct Part {
         Item item;
         int64_t begin, end;
         std::vector<Found> found;
+        std::vector<float> rank;  // [rows][end - begin]
     };
     // A span of 16 that this step completes.
     struct Seal {
@@ -131,9 +134,11 @@ private:
     };
 
     void divide(int64_t window, bool planes);
-    bool cut_scan(const Item& item, int64_t window, int64_t scans);
+    bool cut(const Item& item, int64_t window, int64_t scans);
     // Keys whose records all rows of an item see whole, before their queries and recent keys.
     std::pair<int64_t, int64_t> scan_range(const Item& item, int64_t window) const;
+    static std::pair<int64_t, int64_t> ranked(const TopkPolicy& policy, int64_t position, int64_t window);
+    std::pair<int64_t, int64_t> rank_range(const Item& item, int64_t window) const;
     void seal(const TopkLayerArgs& args);
     void check(const TopkPlanes& planes) const;
     // Whether rows of the sequence may be other than dense.

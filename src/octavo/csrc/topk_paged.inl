@@ -63,13 +63,13 @@ void scan(const ScanTask& t) {
 
 // At least e^x for x <= 0, and at most 1.062 of it: 2^n (1 + f) where e^x is 2^n 2^f. Below -87 it is 0.
 inline F8 exp_bound8(F8 x) {
-    const F8 bits = fma8(x, set8(kLog2e * 8388608.0f), set8(127.0f * 8388608.0f));
+    const F8 bits = fma8(x, set8(kExpScale), set8(kExpOne));
     return as_bits8(max8(bits, set8(0.0f)));
 }
 
 int sift(const SiftTask& t) {
     const F8 limit = set8(t.limit), top = set8(t.top);
-    F8 dropped = set8(0.0f);
+    F8 dropped[2] = {set8(0.0f), set8(0.0f)};
     int count = 0;
     for (int j = t.lo & ~7; j < t.hi; j += 8) {
         const F8 upper = add8(load8(t.value + j), load8(t.bound + j));
@@ -78,34 +78,47 @@ int sift(const SiftTask& t) {
         if (j + 8 > t.hi) seen &= 0xffu >> (j + 8 - t.hi);
         const unsigned stay = not_below8(upper, limit) & seen;
         const unsigned gone = seen & ~stay;
-        dropped = add8(dropped, keep8(exp_bound8(keep8(sub8(upper, top), gone)), gone));
+        F8& sum = dropped[j / 8 % 2];
+        sum = add8(sum, keep8(exp_bound8(keep8(sub8(upper, top), gone)), gone));
         for (unsigned left = stay; left != 0; left &= left - 1) t.stay[count++] = j + __builtin_ctz(left);
     }
-    *t.dropped += fold8(dropped);
+    *t.dropped += fold8(add8(dropped[0], dropped[1]));
     return count;
 }
 
-// Halves the range between the lowest and the highest lower bound. A NaN is below everything.
+// Halves the range between the lowest and the highest lower bound, until few more than `places` reach the middle. A NaN
+// is below everything.
 float limit(const LimitTask& t) {
     const F8 nothing = set8(-__builtin_inff());
     for (int j = 0; j < t.n; j += 8) store8(t.lower + j, max8(sub8(load8(t.value + j), load8(t.bound + j)), nothing));
     for (int j = t.n; j % 8 != 0; ++j) t.lower[j] = -__builtin_inff();
-    float low = __builtin_inff(), high = -__builtin_inff();
+    // No higher than the lowest that is known: 0, or it.
+    F8 highest = nothing, below_zero = set8(0.0f);
     int known = 0;
-    for (int j = 0; j < t.n; ++j) {
-        const float x = t.lower[j];
-        known += x > -__builtin_inff();
-        low = x > -__builtin_inff() && x < low ? x : low;
-        high = x > high ? x : high;
+    for (int j = 0; j < t.n; j += 8) {
+        const F8 x = load8(t.lower + j);
+        const unsigned some = above8(x, nothing);
+        highest = max8(highest, x);
+        below_zero = max8(below_zero, keep8(sub8(set8(0.0f), x), some));
+        known += __builtin_popcount(some);
+    }
+    float lanes[16], low = 0.0f, high = -__builtin_inff();
+    store8(lanes, highest);
+    store8(lanes + 8, below_zero);
+    for (int i = 0; i < 8; ++i) {
+        high = lanes[i] > high ? lanes[i] : high;
+        low = -lanes[8 + i] < low ? -lanes[8 + i] : low;
     }
     if (known < t.places || !(high < __builtin_inff())) return -__builtin_inff();
-    for (int i = 0; i < 12; ++i) {
+    const int enough = t.places + t.places / 16;
+    for (int i = 0; i < 16; ++i) {
         const float middle = low + (high - low) * 0.5f;
         if (!(middle > low && middle < high)) break;
         const F8 bar = set8(middle);
         int count = 0;
         for (int j = 0; j < t.n; j += 8) count += __builtin_popcount(not_below8(load8(t.lower + j), bar));
         (count >= t.places ? low : high) = middle;
+        if (count >= t.places && count <= enough) break;
     }
     return low;
 }
@@ -123,7 +136,8 @@ void gather_typed(const GatherTask& t) {
             row[i] = static_cast<const T*>(t.key[half + i < t.count ? half + i : t.count - 1]);
         for (int d = 0; d < t.head_dim; d += 8) transpose8(row, d, t.k_panel + d * kPanel + half);
     }
-    score_tile<1>(t.q, t.k_panel, t.head_dim, t.scale, t.score);
+    for (int r = 0; r < t.rows; ++r)
+        score_tile<1>(t.q[r], t.k_panel, t.head_dim, t.scale, t.score + r * kScoreStride);
 }
 
 void gather(const GatherTask& t) {
@@ -271,7 +285,7 @@ void rank_rows(const RankTask& t, int row) {
                 sum[r] = add8(sum[r], max8(mul8(q, l), mul8(q, h)));
             }
         }
-        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * kScoreStride + i] = fold8(sum[r]);
+        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * t.value_stride + i] = fold8(sum[r]);
     }
 }
 

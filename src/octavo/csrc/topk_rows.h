@@ -55,11 +55,14 @@ struct ScanTask {
     float* bound;
 };
 
+// e^x as a bound, times 2^23 and in the bits of a float: see sift.
+constexpr float kExpScale = 0x1.715476p0f * 8388608.0f, kExpOne = 127.0f * 8388608.0f;
+
 // One row's scanned keys [lo, hi) that stay in the race: their upper bound reaches the limit, or is
 // NaN. The others add an upper bound of exp(upper - top), at most 1.07 of it, to *dropped.
 struct SiftTask {
     int lo, hi;
-    const float* value;
+    const float* value;  // readable up to hi rounded up to 16, as is `bound`
     const float* bound;
     float limit;
     float top;  // at least every upper bound below the limit
@@ -77,16 +80,17 @@ struct LimitTask {
     float* lower;
 };
 
-// Up to 16 keys anywhere in the cache against one row: the numbers that SpanTask's score gives.
+// Up to 16 keys anywhere in the cache against rows: the numbers that SpanTask's score gives.
 struct GatherTask {
+    int rows;
     int count;
     int head_dim;
     bool half;
     float scale;
-    const float* q;
+    const float* const* q;   // [rows][head_dim]
     const void* const* key;  // [count]
     float* k_panel;          // [head_dim][kPanel]
-    float* score;            // [kPanel]
+    float* score;            // [rows][kScoreStride], kPanel written of each
 };
 
 // A row's kept keys in order of position -> (m, l, acc), by the partials of span_kernel.inl: their values are
@@ -116,7 +120,7 @@ struct TailTask {
 };
 
 // The highest score, without the scale, that a key within a record's bounds could have with each row's query:
-// value[row * kScoreStride + record].
+// value[row * value_stride + record].
 struct RankTask {
     int rows;
     int head_dim;
@@ -124,6 +128,7 @@ struct RankTask {
     int num_records;
     const uint16_t* const* bounds;  // [num_records][2][head_dim] float16
     float* value;
+    int64_t value_stride;
 };
 
 struct PagedTopkIsa {
@@ -144,5 +149,6 @@ struct PagedTopkIsa {
 
 const PagedTopkIsa& portable_paged_topk();
 const PagedTopkIsa* avx2_paged_topk();  // as avx2_isa()
+const PagedTopkIsa* vnni_paged_topk();  // nullptr where not compiled in; for avx512 with VNNI
 
 }  // namespace octavo

@@ -32,7 +32,13 @@ constexpr double kRoundTo = 0x1.8p52;  // adding and subtracting it rounds to a 
 constexpr double kLeastScale = 0x1p-14;  // the least normal float16
 constexpr uint16_t kNotKnown = 0x7e00;    // NaN
 
-// The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
+float float_up(double x) {
+    const float f = float(x);
+    return double(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
+}
+
+}  // namespace
+
 uint16_t half_up(double x, const Isa& isa) {
     if (!(x <= 65504.0)) return 0x7c00;
     float in[8] = {float(x)};
@@ -41,13 +47,6 @@ uint16_t half_up(double x, const Isa& isa) {
     if (double(half_to_float(out[0])) < x) ++out[0];
     return out[0];
 }
-
-float float_up(double x) {
-    const float f = float(x);
-    return double(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
-}
-
-}  // namespace
 
 bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
     const RecordLayout layout = record_layout(head_dim);

@@ -33,71 +33,86 @@ void TopkTile::scan_all() {
             for (int64_t i = 0; i < item_->parts; ++i)
                 take_found(rows_[size_t(r)], plan_.parts_[size_t(item_->first_part + i)].found[size_t(item_->part_row + r)]);
     }
-    SpanTask task = span_task();
-    for (int64_t base = end / kSpan * kSpan; base <= last; base += kSpan) {
-        for (int r = 0; r < rows; ++r) {
-            const Row& row = rows_[size_t(r)];
-            lo_[size_t(r)] = int32_t(std::clamp<int64_t>(std::max(row.first, end) - base, 0, kSpan));
-            hi_[size_t(r)] = int32_t(std::clamp<int64_t>(row.position + 1 - base, 0, kSpan));
-        }
-        item_->bytes += (std::min(base + kSpan, last + 1) - std::max(base, end)) * shape.head_dim * (shape.half ? 2 : 4);
-        task.blocks = blocks_ + (base >> plan_.block_shift_);
-        plan_.select_.score(task);
+    item_->bytes += (last + 1 - end) * shape.head_dim * (shape.half ? 2 : 4);
+    for (int64_t base = end; base <= last; base += kPanel) {
+        const int count = int(std::min<int64_t>(kPanel, last + 1 - base));
+        score_panel(rows, queries_.data(), base, count, scores_);
         for (int r = 0; r < rows; ++r) {
             Row& row = rows_[size_t(r)];
-            const float* scores = scores_ + int64_t(r) * kScoreStride;
-            const int lo = lo_[size_t(r)], hi = hi_[size_t(r)];
-            const int recent = int(std::clamp<int64_t>(row.others_end - base, lo, std::max(lo, hi)));
-            for (int j = lo; j < recent; ++j) {
-                row.candidate[row.num_candidates] = int32_t(base + j);
-                row.value[row.num_candidates] = scores[j];
-                row.bound[row.num_candidates++] = 0.0f;
-            }
-            if (recent >= hi) continue;
-            if (!row.settled) {
-                tighten(row);
-                rescore(row);
-            }
-            take(row, scores, base, recent, hi);
+            const int lo = int(std::clamp<int64_t>(row.first - base, 0, count));
+            const int hi = int(std::clamp<int64_t>(row.position + 1 - base, 0, count));
+            take_open(row, scores_ + int64_t(r) * kScoreStride, base, lo, hi);
         }
     }
-    for (int r = 0; r < rows; ++r) {
-        Row& row = rows_[size_t(r)];
-        if (row.settled) continue;
-        tighten(row);
-        rescore(row);
+    for (int r = 0; r < rows; ++r) contest(rows_[size_t(r)]);
+}
+
+// The scores of the keys base + [0, count) of one record. Their values are asked for: most of them are recent.
+void TopkTile::score_panel(int rows, const float* const* q, int64_t base, int count, float* score) {
+    const Shape& shape = plan_.shape_;
+    const int row_bytes = shape.head_dim * (shape.half ? 2 : 4);
+    const void *key[kPanel], *value[kPanel];
+    for (int i = 0; i < count; ++i) {
+        key[i] = at(key_, base + i);
+        value[i] = at(value_, base + i);
     }
+    plan_.paged_.prefetch(value, count, row_bytes);
+    plan_.paged_.gather({rows, count, shape.head_dim, shape.half, args_->layer.scale, q, key, k_panel_, score});
+}
+
+// Scored keys base + [lo, hi), in order of position: candidates, and when these are through the recent keys.
+void TopkTile::take_open(Row& row, const float* scores, int64_t base, int lo, int hi) {
+    const int recent = int(std::clamp<int64_t>(row.others_end - base, lo, std::max(lo, hi)));
+    for (int j = lo; j < recent; ++j) {
+        row.candidate[row.num_candidates] = int32_t(base + j);
+        row.value[row.num_candidates] = scores[j];
+        row.bound[row.num_candidates++] = 0.0f;
+    }
+    if (recent >= hi) return;
+    contest(row);
+    take(row, scores, base, recent, hi);
+}
+
+void TopkTile::contest(Row& row) {
+    if (row.settled) return;
+    tighten(row);
+    rescore(row);
 }
 
 // The records of the keys [begin, end) against every row.
 void TopkTile::scan_records(int64_t begin, int64_t end) {
-    const Shape& shape = plan_.shape_;
-    const int rows = item_->rows;
     const std::vector<ScanQuery> queries = scan_queries();
-    const int64_t record_bytes = record_layout(shape.head_dim).bytes;
-    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
-    int32_t stay[kSpan];
+    int32_t start[kSpan / kRecordKeys + kRecordsAhead];
     for (int64_t base = begin; base < end; base += kSpan) {
         const int64_t stop = std::min(base + kSpan, end);
-        const int count = int((stop - base) / kRecordKeys);
         int known = 0;
-        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys) {
-            record[known++] = args_->planes.scan + record_of(p) * record_bytes;
+        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys)
+            start[known++] = int32_t(p);
+        scan_some(0, item_->rows, queries.data(), start, int((stop - base) / kRecordKeys), known);
+    }
+}
+
+// Up to kSpan keys, in `count` records that start at these positions: what may win becomes a candidate. `known` of them
+// are asked for, those to be scanned next included.
+void TopkTile::scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known) {
+    const int64_t record_bytes = record_layout(plan_.shape_.head_dim).bytes;
+    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
+    for (int i = 0; i < known; ++i) record[i] = args_->planes.scan + record_of(start[i]) * record_bytes;
+    plan_.paged_.scan({rows, plan_.shape_.head_dim, queries, count, known, record, values_, bounds_});
+    item_->bytes += count * record_bytes;
+    int32_t stay[kSpan];
+    for (int r = 0; r < rows; ++r) {
+        Row& row = rows_[size_t(row0 + r)];
+        const float *value = values_ + int64_t(r) * kScoreStride, *bound = bounds_ + int64_t(r) * kScoreStride;
+        // A window cuts the first record only.
+        const int lo = int(std::clamp<int64_t>(row.first - start[0], 0, count * kRecordKeys));
+        const int n = plan_.paged_.sift({lo, count * kRecordKeys, value, bound, row.limit, row.top, &row.dropped, stay});
+        for (int i = 0; i < n; ++i) {
+            row.candidate[row.num_candidates] = start[stay[i] / kRecordKeys] + stay[i] % kRecordKeys;
+            row.value[row.num_candidates] = value[stay[i]];
+            row.bound[row.num_candidates++] = bound[stay[i]];
         }
-        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
-        item_->bytes += count * record_bytes;
-        for (int r = 0; r < rows; ++r) {
-            Row& row = rows_[size_t(r)];
-            const float *value = values_ + int64_t(r) * kScoreStride, *bound = bounds_ + int64_t(r) * kScoreStride;
-            const int lo = int(std::clamp<int64_t>(row.first - base, 0, stop - base));
-            const int n = plan_.paged_.sift({lo, int(stop - base), value, bound, row.limit, row.top, &row.dropped, stay});
-            for (int i = 0; i < n; ++i) {
-                row.candidate[row.num_candidates] = int32_t(base + stay[i]);
-                row.value[row.num_candidates] = value[stay[i]];
-                row.bound[row.num_candidates++] = bound[stay[i]];
-            }
-            limit_candidates(row);
-        }
+        limit_candidates(row);
     }
 }
 
@@ -113,6 +128,7 @@ void TopkTile::run_part(const TopkLayerArgs& args, TopkPlan::Part* part) {
     args_ = &args;
     item_ = &part->item;
     start();
+    if (item_->way == TopkPlan::Way::rank) return rank_part(part);
     scan_records(part->begin, part->end);
     part->found.resize(size_t(item_->rows));
     for (int r = 0; r < item_->rows; ++r) {
@@ -183,8 +199,10 @@ void TopkTile::tighten(Row& row) {
 // Candidates get their scores, sixteen at a time, and compete for the places.
 void TopkTile::rescore(Row& row) {
     const Shape& shape = plan_.shape_;
+    const int row_bytes = shape.head_dim * (shape.half ? 2 : 4);
+    const bool few = row.num_candidates <= 2 * row.best.places;
     for (int i = 0; i < row.num_candidates; ++i) addresses_[size_t(i)] = at(key_, row.candidate[i]);
-    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, shape.head_dim * (shape.half ? 2 : 4));
+    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, row_bytes);
     for (int first = 0; first < row.num_candidates; first += kPanel) {
         const int n = std::min(kPanel, row.num_candidates - first);
         const void* key[kPanel];
@@ -193,7 +211,13 @@ void TopkTile::rescore(Row& row) {
         for (int i = 0; i < n; ++i)
             if (row.bound[first + i] != 0.0f) key[unknown++] = addresses_[size_t(first + i)];
         if (unknown > 0)
-            plan_.paged_.gather({unknown, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, scores});
+            plan_.paged_.gather({1, unknown, shape.head_dim, shape.half, args_->layer.scale, &row.query.q, key, k_panel_, scores});
+        if (few) {
+            // Most of them will be kept.
+            const void* value[kPanel];
+            for (int i = 0; i < n; ++i) value[i] = at(value_, row.candidate[first + i]);
+            plan_.paged_.prefetch(value, n, row_bytes);
+        }
         row.rescored += unknown;
         if (row.best.count > 2 * row.best.places + kTopkSlack) plan_.select_.settle(row.best, order_.data());
         float* to = row.best.score + row.best.count;

@@ -34,6 +34,7 @@ TopkTile::TopkTile(const TopkPlan& plan)
     acc_ = piece(up16(rows * d));
     partial_ = piece(up16(d));
     rows_.resize(size_t(rows));
+    queries_.resize(size_t(rows));
     lo_.resize(size_t(rows));
     hi_.resize(size_t(rows));
     order_.resize(size_t(capacity_));
@@ -62,7 +63,7 @@ void TopkTile::run(const TopkLayerArgs& args, TopkPlan::Item* item) {
         case TopkPlan::Way::adapt: adapt_all(); break;
     }
     for (int r = 0; r < item->rows; ++r) settle(rows_[size_t(r)]);
-    if (item->way != TopkPlan::Way::score) prefetch_values();
+    if (item->way == TopkPlan::Way::adapt) prefetch_values();
     for (int r = 0; r < item->rows; ++r) start_kept(r);
     if (policy_.tail != 0) {
         attend_with_tail();
@@ -93,7 +94,7 @@ void TopkTile::start() {
         const int64_t at = item_->row0 + r;
         const float* q = args_->layer.q + (seq_->first_row + at / group) * args_->layer.q_stride +
                          (int64_t(item_->kv_head) * group + at % group) * d;
-        row.query.q = q;
+        row.query.q = queries_[size_t(r)] = q;
         row.position = seq_->seq_len - seq_->q_len + at / group;
         row.first = args_->layer.window > 0 ? std::max<int64_t>(0, row.position - args_->layer.window + 1) : 0;
         row.visible = row.position + 1 - row.first;
@@ -209,20 +210,19 @@ void TopkTile::score_at(const Row& row, const int32_t* position, int count, floa
     const Shape& shape = plan_.shape_;
     const void* key[kPanel];
     for (int i = 0; i < count; ++i) key[i] = at(key_, position[i]);
-    plan_.paged_.gather({count, shape.head_dim, shape.half, args_->layer.scale, row.query.q, key, k_panel_, score});
+    plan_.paged_.gather({1, count, shape.head_dim, shape.half, args_->layer.scale, &row.query.q, key, k_panel_, score});
     item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
 }
 
-// Scores and takes the keys [begin, end).
+// Scores and takes the keys [begin, end) that no scan tells of.
 void TopkTile::take_keys(Row& row, int64_t begin, int64_t end) {
-    int32_t position[kPanel];
     float score[kScoreStride];
     for (int64_t p = begin; p < end; p += kPanel) {
         const int n = int(std::min<int64_t>(kPanel, end - p));
-        for (int i = 0; i < n; ++i) position[i] = int32_t(p + i);
-        score_at(row, position, n, score);
-        take(row, score, p, 0, n);
+        score_panel(1, &row.query.q, p, n, score);
+        take_open(row, score, p, 0, n);
     }
+    item_->bytes += (end > begin ? end - begin : 0) * plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
 }
 
 void TopkTile::prefetch_values() {

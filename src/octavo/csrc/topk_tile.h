@@ -55,11 +55,17 @@ private:
     void settle(Row& row);
     void scan_all();
     void scan_records(int64_t begin, int64_t end);
+    void scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known);
+    void score_panel(int rows, const float* const* q, int64_t base, int count, float* score);
+    void take_open(Row& row, const float* scores, int64_t base, int lo, int hi);
+    void contest(Row& row);
     void limit_candidates(Row& row);
     void keep_found(Row& row, TopkPlan::Found* found);
     void take_found(Row& row, const TopkPlan::Found& found);
     void rank_all();
-    void take_ranked(Row& row, int64_t first_ranked, int64_t end_ranked, TopkRow* records);
+    void rank_part(TopkPlan::Part* part);
+    void rank_some(int64_t begin, int count, float* value, int64_t stride);
+    void take_ranked(int r, const ScanQuery& query, int64_t first_ranked, int64_t end_ranked);
     void adapt_all();
     void adapt_span(Row& row, int64_t base, int lo, int hi, float* value, const float* bound);
     void adapt_keys(Row& row, int64_t begin, int64_t end);
@@ -97,7 +103,8 @@ private:
     std::unique_ptr<float[]> memory_;
     float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_;
     std::vector<Row> rows_;
-    std::vector<int32_t> lo_, hi_, order_, ints_;
+    std::vector<const float*> queries_;  // of the rows
+    std::vector<int32_t> lo_, hi_, order_, ints_, start_;
     std::vector<int16_t> codes_;
     std::vector<float> lower_;
     std::vector<const void*> addresses_;

@@ -14,11 +14,19 @@ import torch
 
 from octavo.attention.backend import AttentionBackend
 from octavo.attn_rule import AttnRule
+from octavo.cache.chain import TOKEN_BYTES
 from octavo.cache.disk_cache import DiskCache
 from octavo.cache.disk_store import MIN_BYTES, DiskStore, record_bytes
 from octavo.cache.kv_cache import DTYPES, KVCache
-from octavo.cache.prefix_cache import TOKEN_BYTES
-from octavo.config import ACTIVATIONS, WEIGHTS, EngineConfig, ModelConfig
+from octavo.config import (
+    ACTIVATIONS,
+    HISTORIES,
+    HISTORY_VALUES,
+    WEIGHTS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+)
 from octavo.engine import resources
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
@@ -26,6 +34,7 @@ from octavo.engine.runner import Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
+from octavo.kernels.compact import RECORD_KEYS
 from octavo.kernels.linear import int8_types
 from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
@@ -190,6 +199,14 @@ def assemble(
         device=config.device,
         planes=resources.plane_set(config, loaded.config),
     )
+    if cache.num_compact_blocks is not None:
+        log.info(
+            "compact history: %d blocks as stored and %d compact ones, of %s and %s each",
+            num_blocks,
+            cache.num_compact_blocks,
+            resources.format_size(kv_cache.block_bytes),
+            resources.format_size(kv_cache.compact_block_bytes),
+        )
     if config.has_planes:
         rows, planes = kv_cache.key.nbytes + kv_cache.value.nbytes, kv_cache.plane_bytes
         kinds = ["scan"] + ["means of values"] * config.has_tail + ["bounds of keys"] * config.has_fast
@@ -201,16 +218,22 @@ def assemble(
             (rows + planes) / (kv_cache.key.numel() + kv_cache.value.numel()) / 2,
         )
     fingerprint = prefix_fingerprint(config, loaded.config, loaded.fingerprint, isa(config.attention))
-    disk = open_disk(config, kv_cache.block_bytes, fingerprint)
+    disk = open_disk(config, kv_cache, fingerprint)
     scheduler = Scheduler(
         config.scheduler,
-        block_size=cache.block_size,
-        num_blocks=num_blocks,
+        resources.pool_shape(cache),
         prefix_cache=cache.enable_prefix_caching,
         fingerprint=fingerprint,
         disk=disk,
     )
-    runner = Runner(loaded.decoder, kv_cache, attention, vocab_size=loaded.vocab_size, device=config.device)
+    runner = Runner(
+        loaded.decoder,
+        kv_cache,
+        attention,
+        vocab_size=loaded.vocab_size,
+        device=config.device,
+        history_window=cache.compact_window,
+    )
     return Engine(
         config,
         runner=runner,
@@ -221,12 +244,13 @@ def assemble(
     )
 
 
-def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskCache | None:
+def open_disk(config: EngineConfig, kv_cache: KVCache, fingerprint: str) -> DiskCache | None:
     """The cache's folder, if the configuration names one. Raises ValueError, in one sentence."""
     cache = config.cache
     if cache.cache_dir is None:
         return None
     max_bytes = resources.parse_size(cache.cache_disk)
+    block_bytes = kv_cache.block_bytes
     least = MIN_BYTES + MIN_DISK_BLOCKS * record_bytes(TOKEN_BYTES * cache.block_size, block_bytes)
     if max_bytes < least:
         raise ValueError(
@@ -235,7 +259,12 @@ def open_disk(config: EngineConfig, block_bytes: int, fingerprint: str) -> DiskC
         )
     store = DiskStore(Path(cache.cache_dir), max_bytes)
     return DiskCache(
-        store, block_size=cache.block_size, row_bytes=block_bytes, origin=bytes.fromhex(fingerprint[:16])
+        store,
+        block_size=cache.block_size,
+        row_bytes=block_bytes,
+        compact_bytes=kv_cache.compact_block_bytes,
+        window_blocks=resources.pool_shape(cache).window_blocks,
+        origin=bytes.fromhex(fingerprint[:16]),
     )
 
 
@@ -297,6 +326,7 @@ def prefix_fingerprint(
         # lie beside the rows.
         torch.__version__,
         repr((config.has_planes, config.has_tail, config.has_fast, config.dense_layers)),
+        repr((config.cache.compact_window, config.cache.value_bits)),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -323,6 +353,7 @@ def _check(config: EngineConfig) -> None:
         if not cache.enable_prefix_caching:
             raise ValueError("cache_dir needs prefix caching, which is off")
         resources.parse_size(cache.cache_disk)
+    _check_history(cache)
     if config.seed is not None and not is_int(config.seed):
         raise ValueError(f"seed must be a whole number, got {config.seed!r:.100}")
     if cache.kv_dtype not in DTYPES:
@@ -382,9 +413,35 @@ def attention_spec(config: EngineConfig, model: ModelConfig) -> AttentionSpec:
         block_size=config.cache.block_size,
         kv_dtype=DTYPES[config.cache.kv_dtype],
         device=config.device,
+        value_bits=config.cache.value_bits,
     )
 
 
 def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) -> AttentionBackend:
     spec = attention_spec(config, model)
     return AttentionBackend(config.attention, spec, pool, topk=config.has_planes)
+
+
+def _check_history(cache: CacheConfig) -> None:
+    if cache.history not in HISTORIES:
+        raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {cache.history!r:.100}")
+    if cache.history_values not in HISTORY_VALUES:
+        allowed = ", ".join(HISTORY_VALUES)
+        raise ValueError(f"history_values must be one of {allowed}, got {cache.history_values!r:.100}")
+    if cache.history_tokens is not None:
+        check_int("history_tokens", cache.history_tokens, 1)
+    if cache.num_compact_blocks is not None:
+        check_int("num_compact_blocks", cache.num_compact_blocks, 1, MAX_BLOCKS)
+    check_int("history_window", cache.history_window, 1)
+    step = max(cache.block_size, RECORD_KEYS)
+    if cache.history != "compact":
+        return
+    if cache.block_size % RECORD_KEYS:
+        raise ValueError(
+            f'history="compact" needs a block_size that is a multiple of {RECORD_KEYS}, '
+            f"got {cache.block_size}"
+        )
+    if cache.history_window % step:
+        raise ValueError(
+            f"history_window must be a multiple of the block size {step}, got {cache.history_window}"
+        )

@@ -322,7 +322,8 @@ class Engine:
         self._scheduler.update(output, result.tokens)
         if self._disk is not None:
             for sealed in self._disk.take_sealed():
-                self._disk.put(sealed, self._runner.read_block(sealed.block))
+                self._disk.put(sealed, self._runner.read_block(sealed.block, compact=sealed.compact))
+            self._disk.strike_out()
         now = time.monotonic()
         for entry, choice in owners:
             request = choice.request
@@ -433,6 +434,7 @@ class Engine:
             prompt_logprobs=entry.prompt_logprobs,
             num_cached_tokens=first.num_cached_tokens or 0,
             num_disk_tokens=first.num_disk_tokens,
+            num_compact_tokens=first.num_compact_tokens,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,

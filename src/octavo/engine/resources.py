@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import NamedTuple
 
-from octavo.cache.kv_cache import PlaneSet, bytes_per_block
-from octavo.config import EngineConfig, ModelConfig
+from octavo.cache.kv_cache import PlaneSet, bytes_per_block, bytes_per_compact_block
+from octavo.config import CacheConfig, EngineConfig, ModelConfig
+from octavo.engine.blocks import PoolShape
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -151,16 +154,44 @@ def check_block_size(size: int) -> None:
 
 
 def plane_set(config: EngineConfig, model: ModelConfig) -> PlaneSet:
-    """What the cache has for top-k attention. Refuses dense layers that do not exist."""
+    """What the cache has beside K and V as stored. Refuses dense layers that do not exist."""
     for layer in config.dense_layers:
         if not 0 <= layer < model.num_layers:
             raise ValueError(f"dense_layers must name layers from 0 to {model.num_layers - 1}, got {layer}")
     layers = [i for i in range(model.num_layers) if config.has_planes and i not in config.dense_layers]
-    return PlaneSet(layers, config.has_tail, config.has_fast)
+    cache = config.cache
+    return PlaneSet(
+        layers, config.has_tail, config.has_fast, cache.num_compact_blocks or 0, cache.value_bits or 8
+    )
+
+
+class BlockSizes(NamedTuple):
+    """Bytes of a block as stored, and of a compact one."""
+
+    stored: int
+    compact: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig) -> BlockSizes:
+        shape = {
+            "num_layers": model.num_layers,
+            "num_kv_heads": model.num_kv_heads,
+            "block_size": config.cache.block_size,
+            "head_dim": model.head_dim,
+        }
+        planes = plane_set(config, model)
+        stored = bytes_per_block(**shape, kv_dtype=config.cache.kv_dtype, planes=planes)
+        return cls(stored, bytes_per_compact_block(**shape, planes=planes) if config.cache.value_bits else 0)
+
+
+def pool_shape(cache: CacheConfig) -> PoolShape:
+    """The pools that a resolved configuration names."""
+    assert cache.num_blocks is not None
+    return PoolShape(cache.block_size, cache.num_blocks, cache.num_compact_blocks or 0, cache.compact_window)
 
 
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
-    """Settle ``cache.num_blocks`` and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
+    """Settle the numbers of blocks and ``scheduler.max_model_len``; ``available`` is free memory in bytes.
 
     The pool is, in this order: ``num_blocks``; ``kv_cache_memory``; or ``DEFAULT_MEMORY_SHARE`` of
     ``available``, but no more than ``max_num_seqs`` sequences of ``max_model_len`` can use. A
@@ -168,59 +199,108 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
     and the second value is one line that says so (else None).
     """
     cache, scheduler = config.cache, config.scheduler
-    size = cache.block_size
-    check_block_size(size)
-    per_block = bytes_per_block(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        block_size=size,
-        head_dim=model.head_dim,
-        kv_dtype=cache.kv_dtype,
-        planes=plane_set(config, model),
-    )
+    check_block_size(cache.block_size)
+    sizes = BlockSizes.of(config, model)
+    longest = scheduler.max_model_len or model.max_position_embeddings
     if cache.num_blocks is not None:
-        num_blocks = cache.num_blocks
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
-        if num_blocks > available // per_block:
-            raise ValueError(
-                f"num_blocks must be at most {available // per_block}, which take the "
-                f"{format_size(available)} that the process may still use, got {num_blocks}"
-            )
+        num_compact = cache.num_compact_blocks or cache.num_blocks
+        shape = PoolShape(cache.block_size, cache.num_blocks)
+        if cache.value_bits is not None:
+            shape = shape._replace(num_compact=num_compact, window=cache.compact_window)
+        _check_num_blocks(shape, sizes, available)
     elif cache.kv_cache_memory is not None:
         num_bytes = parse_size(cache.kv_cache_memory)
-        num_blocks = num_bytes // per_block
-        if num_blocks < 1:
-            raise ValueError(
-                f"kv_cache_memory of {format_size(num_bytes)} holds no block: "
-                f"one block of {size} tokens takes {format_size(per_block)}"
-            )
+        shape = _divide(config, sizes, num_bytes, longest)
+        if shape.num_blocks < 1:
+            raise ValueError(f"kv_cache_memory of {format_size(num_bytes)} {_holds_nothing(config, sizes)}")
         if num_bytes > available:
             raise ValueError(
                 f"kv_cache_memory of {format_size(num_bytes)} is more than the {format_size(available)} "
                 "that the process may still use"
             )
     else:
-        longest = scheduler.max_model_len or model.max_position_embeddings
-        budget = int(available * DEFAULT_MEMORY_SHARE)
-        num_blocks = min(budget // per_block, scheduler.max_num_seqs * -(-longest // size))
-        if num_blocks < 1:
+        most = scheduler.max_num_seqs * _sequence_bytes(config, sizes, longest)
+        shape = _divide(config, sizes, min(int(available * DEFAULT_MEMORY_SHARE), most), longest)
+        if shape.num_blocks < 1:
             raise ValueError(
-                f"only {format_size(available)} of memory is free and one block of {size} tokens takes "
-                f"{format_size(per_block)}: no KV pool fits"
+                f"only {format_size(available)} of memory is free, and half of it "
+                f"{_holds_nothing(config, sizes)}: no KV pool fits"
             )
 
     max_model_len, note = fit_max_model_len(
-        scheduler.max_model_len, model.max_position_embeddings, num_blocks * size
+        scheduler.max_model_len, model.max_position_embeddings, shape.capacity
     )
     return (
         replace(
             config,
-            cache=replace(cache, num_blocks=num_blocks),
+            cache=replace(cache, num_blocks=shape.num_blocks, num_compact_blocks=shape.num_compact or None),
             scheduler=replace(scheduler, max_model_len=max_model_len),
         ),
         note,
     )
+
+
+def _check_num_blocks(shape: PoolShape, sizes: BlockSizes, available: int) -> None:
+    if shape.num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {shape.num_blocks}")
+    shape.check()
+    left = available - shape.num_compact * sizes.compact
+    if shape.num_blocks > left // sizes.stored:
+        beside = f" beside {shape.num_compact} compact blocks" if shape.num_compact else ""
+        raise ValueError(
+            f"num_blocks must be at most {max(0, left // sizes.stored)}{beside}, which take the "
+            f"{format_size(available)} that the process may still use, got {shape.num_blocks}"
+        )
+
+
+def _sequence_blocks(config: EngineConfig, tokens: int) -> tuple[int, int]:
+    """Blocks as stored and compact ones that a sequence of so many tokens has while it grows."""
+    size, window = config.cache.block_size, config.cache.compact_window
+    blocks = -(-tokens // size)
+    if window is None or blocks <= window // size + 2:
+        return blocks, 0
+    return window // size + 2, blocks - window // size
+
+
+def num_sequences(config: EngineConfig, tokens: int) -> float:
+    """How many sequences of so many tokens the pools of a resolved configuration hold."""
+    stored, compact = _sequence_blocks(config, tokens)
+    num_blocks, num_compact = config.cache.num_blocks or 0, config.cache.num_compact_blocks or 0
+    return min(num_blocks / stored, num_compact / compact if compact else math.inf)
+
+
+def _sequence_bytes(config: EngineConfig, sizes: BlockSizes, tokens: int) -> int:
+    stored, compact = _sequence_blocks(config, tokens)
+    return stored * sizes.stored + compact * sizes.compact
+
+
+def _divide(config: EngineConfig, sizes: BlockSizes, num_bytes: int, longest: int) -> PoolShape:
+    """The pools that take ``num_bytes``; without a block where they do not hold what one sequence needs.
+
+    Beside what its sequences have while they grow, one of them may at a time have a step's tokens as stored.
+    """
+    cache, size = config.cache, config.cache.block_size
+    if cache.compact_window is None:
+        return PoolShape(size, num_bytes // sizes.stored)
+    tokens = min(cache.history_tokens or longest, longest)
+    stored, compact = _sequence_blocks(config, tokens)
+    least = cache.compact_window // size + 3
+    step = min(config.scheduler.max_num_batched_tokens, tokens) // size + 1
+    left = num_bytes - step * sizes.stored
+    each = stored * sizes.stored + max(1, compact) * sizes.compact
+    num_blocks = max(least, step + left * stored // each)
+    num_compact = (num_bytes - num_blocks * sizes.stored) // sizes.compact
+    if num_compact < 1:
+        return PoolShape(size, 0)
+    return PoolShape(size, num_blocks, num_compact, cache.compact_window)
+
+
+def _holds_nothing(config: EngineConfig, sizes: BlockSizes) -> str:
+    size, window = config.cache.block_size, config.cache.compact_window
+    if window is None:
+        return f"holds no block: one block of {size} tokens takes {format_size(sizes.stored)}"
+    least = (window // size + 3) * sizes.stored + sizes.compact
+    return f"does not hold a history_window of {window} tokens: that takes {format_size(least)}"
 
 
 def fit_max_model_len(requested: int | None, model_limit: int, pool_tokens: int) -> tuple[int, str | None]:

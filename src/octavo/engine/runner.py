@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
 from octavo.engine.reads import SpanCounts
 from octavo.engine.step import BlockCopy, BlockLoad, ScheduledRequest
+from octavo.kernels.api import num_compact_blocks
 from octavo.kernels.topk_paged import Report
 from octavo.request import AttnTopkReport, Logprob, Request
 
@@ -74,24 +75,27 @@ class Runner:
         *,
         vocab_size: int,
         device: str = "cpu",
+        history_window: int | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
         self.vocab_size = vocab_size
         self.device = device
+        self.history_window = history_window
 
     def copy_blocks(self, copies: Iterable[BlockCopy | BlockLoad]) -> None:
         """Run the step's copies and loads, in order; once, before :meth:`run`."""
         for copy in copies:
             if isinstance(copy, BlockLoad):
-                self.kv_cache.write_block(copy.dst, copy.rows)
+                write = self.kv_cache.write_compact if copy.compact else self.kv_cache.write_block
+                write(copy.dst, copy.rows)
             else:
                 self.kv_cache.copy_rows(copy.src, copy.dst, copy.num_rows)
 
-    def read_block(self, block: int) -> memoryview:
-        """A copy of all that a block holds."""
-        return self.kv_cache.read_block(block)
+    def read_block(self, block: int, *, compact: bool = False) -> memoryview:
+        """A copy of all that a block holds, a compact one if ``compact``."""
+        return self.kv_cache.read_compact(block) if compact else self.kv_cache.read_block(block)
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         """Compute every share of the step and sample where a share ends at the last token.
@@ -121,7 +125,7 @@ class Runner:
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         result = StepResult()
         sampling = [s for s in scheduled if s.samples]
-        batch = build(scheduled, self.kv_cache.block_size, self.device)
+        batch = build(scheduled, self.kv_cache.block_size, self.device, self.history_window)
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
         if batch.attn_report is not None:
@@ -172,7 +176,12 @@ class Runner:
                 result.logprobs[request.id] = logprobs
 
 
-def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = "cpu") -> ForwardBatch:
+def build(
+    scheduled: Sequence[ScheduledRequest],
+    block_size: int,
+    device: str = "cpu",
+    history_window: int | None = None,
+) -> ForwardBatch:
     """The tensors of one step (see :class:`ForwardBatch` for shapes and an example).
 
     ``logits_rows`` are the rows to sample from; rows of scored prompts are not among them, since
@@ -188,6 +197,8 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
     block_table = np.zeros((num_seqs, int(num_blocks.max())), dtype=np.int32)
     for row, share, count in zip(block_table, scheduled, num_blocks.tolist(), strict=True):
         row[:count] = share.request.block_table[:count]
+    if history_window is not None:
+        np.maximum(block_table, 0, out=block_table)  # what is read in compact form alone has no other block
 
     seq_of_token = np.repeat(np.arange(num_seqs), counts)
     positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
@@ -211,7 +222,33 @@ def build(scheduled: Sequence[ScheduledRequest], block_size: int, device: str = 
         attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
         attn_reads=_reads(scheduled, cu_seqlens),
         rows_read=None if all_read else torch.from_numpy(rows_read),
+        **_history(scheduled, history_window, block_size, device),
     )
+
+
+class _History(TypedDict, total=False):
+    compact_table: torch.Tensor
+    history_window: int
+    compactions: torch.Tensor | None
+
+
+def _history(
+    scheduled: Sequence[ScheduledRequest], window: int | None, block_size: int, device: str
+) -> _History:
+    """What the batch says of compact history; nothing where all is read as stored."""
+    if window is None:
+        return {}
+    last = [share.start + share.num_tokens - 1 for share in scheduled]
+    counts = [num_compact_blocks(position, window, block_size) for position in last]
+    table = np.zeros((len(scheduled), max(1, *counts)), dtype=np.int32)
+    for row, share, count in zip(table, scheduled, counts, strict=True):
+        row[:count] = share.request.compact_table[:count]
+    pairs = [pair for share in scheduled for pair in share.compactions]
+    return {
+        "compact_table": torch.from_numpy(table).to(device),
+        "history_window": window,
+        "compactions": torch.tensor(pairs, dtype=torch.int32, device=device) if pairs else None,
+    }
 
 
 def _explains(share: ScheduledRequest) -> bool:

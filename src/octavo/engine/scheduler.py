@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
-from octavo.cache.block_pool import BlockPool
-from octavo.cache.prefix_cache import Match, PrefixCache, sha256
+from octavo.cache.chain import Match, sha256
+from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
+from octavo.engine import disk_prefix
+from octavo.engine.blocks import Blocks, PoolShape, Room
+from octavo.engine.disk_prefix import LoadedRows
 from octavo.engine.step import (
-    BlockCopy,
-    BlockLoad,
     CacheView,
     ScheduledRequest,
     SchedulerOutput,
@@ -60,9 +61,8 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
+        shape: PoolShape,
         *,
-        block_size: int,
-        num_blocks: int,
         prefix_cache: bool = True,
         fingerprint: str = "",
         hash_function: Callable[[bytes], bytes] = sha256,
@@ -75,16 +75,11 @@ class Scheduler:
                 raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
         self._config = config
         self._max_model_len = config.max_model_len
-        self._block_size = block_size
-        self._new_cache = partial(
-            PrefixCache,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            fingerprint=fingerprint,
-            enabled=prefix_cache,
-            hash_function=hash_function,
+        self._block_size = shape.block_size
+        new_cache = partial(
+            _new_cache, shape, fingerprint=fingerprint, enabled=prefix_cache, hash_function=hash_function
         )
-        self._pool, self._cache = BlockPool(num_blocks), self._new_cache()
+        self._blocks = Blocks(shape, config.max_num_batched_tokens, new_cache)
         self._disk = disk
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
@@ -98,7 +93,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, in one sentence, for one that can never be served."""
         prompt = len(request.prompt_token_ids)
-        capacity = self._pool.num_blocks * self._block_size
+        capacity = self._blocks.shape.capacity
         if prompt == 0:
             raise ValueError("the prompt is empty: it needs at least one token")
         if prompt > self._max_model_len:
@@ -106,18 +101,18 @@ class Scheduler:
         if prompt > capacity:
             raise ValueError(
                 f"the prompt has {prompt} tokens, more than the whole KV pool holds: "
-                f"{capacity} ({self._pool.num_blocks} blocks of {self._block_size})"
+                f"{capacity} ({self._blocks.shape.num_blocks} blocks of {self._block_size})"
             )
         if request.id in self._entries or request.status is not Status.WAITING:
             raise ValueError(f"request id {request.id} is in use: ids are never reused")
         self._push(request)
 
     def _push(self, request: Request) -> None:
-        prompt, capacity = len(request.prompt_token_ids), self._pool.num_blocks * self._block_size
+        prompt, capacity = len(request.prompt_token_ids), self._blocks.shape.capacity
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
-            chain=self._cache.chain(request.token_ids, request.cache_salt, request.attn_policy),
+            chain=self._blocks.cache.chain(request.token_ids, request.cache_salt, request.attn_policy),
             stop_ids=frozenset(request.params.stop_token_ids or ()),
             # The last token sampled is never computed.
             last_position=max(prompt, most - 1),
@@ -132,16 +127,14 @@ class Scheduler:
         After anything here was cut short half way: it trusts nothing but the requests, and may itself be cut
         short and called again.
         """
-        cache = self._new_cache()
-        cache.num_evictions = self._cache.num_evictions
-        self._pool, self._cache = BlockPool(self._pool.num_blocks), cache
+        self._blocks.start_over()
         self._entries, self._running, self._waiting = {}, [], WaitingQueue()
         self._under_way = None
         if self._disk is not None:
             self._disk.start_over()
         for request, num_output_tokens in requests:
             del request.output_token_ids[num_output_tokens:]
-            request.block_table, request.num_computed_tokens = [], 0
+            request.block_table, request.compact_table, request.num_computed_tokens = [], [], 0
             request.finish_reason = request.stop_reason = None
             request.status = Status.WAITING if request.num_cached_tokens is None else Status.PREEMPTED
             self._push(request)
@@ -238,29 +231,15 @@ class Scheduler:
         request = entry.request
         start = request.num_computed_tokens
         wanted = min(step.budget, request.num_tokens - start)
-        table, size = request.block_table, self._block_size
-        while len(table) * size < start + wanted:
-            block = self._take_block()
-            if block is not None:
-                table.append(block)
-                continue
-            if len(table) * size > start:
-                break
+        while (end := self._blocks.cover(entry, start + wanted)) <= start:
             last = self._running[-1]
             if last is entry:
                 return
             self._preempt(last, step)
-        share = min(wanted, len(table) * size - start)
-        step.budget -= share
-        step.scheduled[request.id] = ScheduledRequest(request, start, share)
-
-    def _take_block(self) -> int | None:
-        if self._pool.num_free == 0:
-            evicted = self._cache.evict()
-            if evicted is None:
-                return None
-            self._pool.reclaim(evicted)
-        return self._pool.allocate()
+        step.budget -= end - start
+        step.scheduled[request.id] = ScheduledRequest(
+            request, start, end - start, self._blocks.compactions(entry, end)
+        )
 
     def _preempt(self, entry: Entry, step: StepDraft) -> None:
         request = entry.request
@@ -277,35 +256,22 @@ class Scheduler:
         self._waiting.push(entry)
 
     def _give_up_blocks(self, entry: Entry) -> None:
-        table, full = entry.request.block_table, len(entry.chain.path)
-        rows = entry.num_written - full * self._block_size
         if self._disk is not None:
             self._disk.leave(entry.chain)
-        self._cache.release(entry.chain, table[full] if rows > 0 else None, rows)
-        for block in table:
-            self._pool.release(block, keep=self._cache.holds(block))
-        entry.request.block_table = []
-        entry.num_written = 0
+        self._blocks.give_up(entry)
         self._waiting.drop_claims(entry)
 
     def _register(self, entry: Entry) -> None:
-        """Make the blocks that the step filled matchable, and wake those who waited for them.
-
-        A block that another request wrote too is given up for that one's.
-        """
-        chain, size = entry.chain, self._block_size
-        while not chain.broken and (len(chain.path) + 1) * size <= entry.num_written:
-            index, table = len(chain.path), entry.request.block_table
-            standing = self._cache.extend(chain, table[index])
-            if standing != table[index]:
-                self._pool.share(standing)
-                self._pool.release(table[index], keep=False)
-                table[index] = standing
-            self._waiting.settle(entry, chain.digests[index])
+        """Make the blocks that the step filled matchable, and wake those who waited for them."""
+        for digest in self._blocks.register(entry):
+            self._waiting.settle(entry, digest)
+        self._blocks.give_up_stored(entry)
+        chain = entry.chain
         if chain.broken:
             self._waiting.drop_claims(entry)
-        if self._disk is not None and chain.num_saved < len(chain.path):
-            self._disk.note(chain, self._cache.root_digest(chain))
+        saved = chain.num_saved, chain.num_saved_compact
+        if self._disk is not None and saved != (len(chain.path), chain.num_compact):
+            self._disk.note(chain, self._blocks.cache.root_digest(chain))
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
         request = entry.request
@@ -318,7 +284,7 @@ class Scheduler:
                 self.finish(request, "stop", token)
                 return
         # A request that outgrows the whole pool ends here too: it could never be computed.
-        capacity = self._pool.num_blocks * self._block_size
+        capacity = self._blocks.shape.capacity
         if count >= request.max_tokens or request.num_tokens >= min(self._max_model_len, capacity + 1):
             self.finish(request, "length")
 
@@ -348,7 +314,7 @@ class Scheduler:
                 committed = self._committed()
             if self._fits(entry, match, committed):
                 self._start(entry, match, step)
-                committed += self._still_takes(entry)
+                committed = committed.plus(self._blocks.still_takes(entry))
                 for other in stepped_over:
                     other.passed += 1
                 if not self._may_admit(step, committed):
@@ -361,7 +327,7 @@ class Scheduler:
     def _has_place(self, step: StepDraft) -> bool:
         return step.budget > 0 and len(self._running) < self._config.max_num_seqs
 
-    def _may_admit(self, step: StepDraft, committed: int) -> bool:
+    def _may_admit(self, step: StepDraft, committed: Room) -> bool:
         """Cheap reasons not to look at the queue."""
         if not self._has_place(step) or step.loads:
             return False
@@ -371,54 +337,41 @@ class Scheduler:
         if not self._running or head[0].request.priority < self._running[-1].request.priority:
             return True
         # Whatever is cached, a request needs one block of its own.
-        return self._pool.num_free + self._cache.num_evictable > committed
+        return self._blocks.available(Match()).stored > committed.stored
 
     def _match(self, entry: Entry) -> Match:
         if entry.request.params.prompt_logprobs is not None:
             return Match()
-        return self._cache.match(entry.chain)
+        return self._blocks.cache.match(entry.chain)
 
     def _in_flight(self, entry: Entry, match: Match) -> bytes | None:
         """The last of the next full blocks that a running request is about to write, if any.
 
         A request never waits for one of worse priority.
         """
-        if not self._cache.enabled or entry.request.params.prompt_logprobs is not None:
+        if not self._blocks.cache.enabled or entry.request.params.prompt_logprobs is not None:
             return None
         last = None
-        for digest in self._cache.digests(entry.chain)[len(match.nodes) :]:
+        for digest in self._blocks.cache.digests(entry.chain)[len(match.nodes) :]:
             owner = self._waiting.claimed_by(digest)
             if owner is None or owner.request.priority > entry.request.priority:
                 break
             last = digest
         return last
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _committed(self) -> Room:
+        return reduce(Room.plus, map(self._blocks.still_takes, self._running), Room(0, 0))
 
-    def _still_takes(self, entry: Entry) -> int:
-        """Blocks that a running request takes for its tokens, and one if it goes on beyond them."""
-        needed = self._num_blocks(entry.request.num_tokens)
-        grows = entry.last_position > needed * self._block_size
-        return max(0, needed - len(entry.request.block_table)) + grows
-
-    def _committed(self) -> int:
-        return sum(self._still_takes(entry) for entry in self._running)
-
-    def _fits(self, entry: Entry, match: Match, committed: int) -> bool:
-        return self._lacking(entry, match, committed) <= 0
-
-    def _lacking(self, entry: Entry, match: Match, committed: int) -> int:
-        """Blocks missing before the request can be admitted; 0 or less when it can."""
-        needed = self._num_blocks(entry.request.num_tokens) - len(match.nodes)
-        unused = sum(node.users == 0 for node in match.nodes)
-        return needed + committed - (self._pool.num_free + self._cache.num_evictable - unused)
+    def _fits(self, entry: Entry, match: Match, committed: Room) -> bool:
+        needed = self._blocks.takes_to_start(entry, match).plus(committed)
+        return needed.within(self._blocks.available(match))
 
     def _preempt_worse(self, entry: Entry, match: Match, step: StepDraft) -> None:
         """Preempt running requests of worse priority, last first, if that makes room for ``entry``."""
         worse = [e for e in self._running if e.request.priority > entry.request.priority]
-        most = sum(len(e.request.block_table) for e in worse)
-        if self._lacking(entry, match, self._committed()) > most:
+        theirs = reduce(Room.plus, map(self._blocks.held, worse), self._blocks.available(match))
+        needed = self._blocks.takes_to_start(entry, match).plus(self._committed())
+        if not needed.within(theirs):
             return
         while worse and not self._fits(entry, match, self._committed()):
             self._preempt(worse.pop(), step)
@@ -428,59 +381,50 @@ class Scheduler:
         request = entry.request
         self._waiting.remove(entry)
         first = request.num_cached_tokens is None
-        loads = self._on_disk(entry, match)
-        if loads:
-            match = Match(match.nodes)  # a block is more than the rows of a tail
+        match, loads = self._on_disk(entry, match)
         if first:
-            self._note_hit(entry, match, len(loads))
-        table = [node.block for node in match.nodes]
-        for block in table:
-            self._pool.share(block)
-        self._cache.commit(entry.chain, match, hit=first)
-        entry.num_written = len(table) * self._block_size
-        request.block_table = table
-        for rows in loads:
-            own = self._take_block()
-            assert own is not None, "admission made sure of room"
-            step.copies.append(BlockLoad(own, rows))
+            self._note_hit(entry, match, loads)
+        self._blocks.start(entry, match, hit=first)
+        if loads:
+            step.copies += self._blocks.load(entry, loads)
             step.loads = True
-            table.append(own)
-        computed = len(table) * self._block_size
+        computed = len(request.block_table) * self._block_size
         if match.tail is not None:
-            source = match.tail.block
-            own = self._take_block()
-            assert own is not None, "admission made sure of room"
-            # The source itself may have been evicted for this; then its rows are in place already.
-            if own != source:
-                step.copies.append(BlockCopy(source, own, match.tail_rows))
-            table.append(own)
+            copy = self._blocks.copy_tail(request, match)
+            if copy is not None:
+                step.copies.append(copy)
             computed += match.tail_rows
         request.num_computed_tokens = computed
         request.status = Status.RUNNING
         entry.passed = 0
         insort(self._running, entry, key=lambda e: e.key)
         if not entry.chain.broken:
-            self._waiting.claim(entry, self._cache.digests(entry.chain)[len(match.nodes) :])
+            self._waiting.claim(entry, self._blocks.cache.digests(entry.chain)[len(match.nodes) :])
         self._schedule_share(entry, step)
 
-    def _on_disk(self, entry: Entry, match: Match) -> list[memoryview]:
-        """Rows of the blocks that follow the match on disk, less than the whole of the request's tokens."""
+    def _on_disk(self, entry: Entry, match: Match) -> tuple[Match, Sequence[LoadedRows]]:
+        """What of the prefix is taken from memory, and the rows that follow it on disk."""
         chain, request = entry.chain, entry.request
         if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
-            return []
-        reusable = self._cache.digests(chain)[: (request.num_tokens - 1) // self._block_size]
-        return self._disk.fetch(self._cache.root_digest(chain), reusable, chain.packed, len(match.nodes))
+            return match, ()
+        found = disk_prefix.longest(chain, self._blocks.cache, self._disk, match)
+        # With less of it from memory it may take more blocks than it was admitted for.
+        if found.loads and self._fits(entry, found.match, self._committed()):
+            return found
+        return match, ()
 
-    def _note_hit(self, entry: Entry, match: Match, num_loads: int) -> None:
+    def _note_hit(self, entry: Entry, match: Match, loads: Sequence[LoadedRows]) -> None:
         request = entry.request
-        request.num_disk_tokens = num_loads * self._block_size
+        request.num_disk_tokens = len(loads) * self._block_size
         in_memory = len(match.nodes) * self._block_size + match.tail_rows
         request.num_cached_tokens = in_memory + request.num_disk_tokens
-        if self._cache.enabled and request.params.prompt_logprobs is not None:
+        num_compact = match.num_compact + sum(load.compact for load in loads)
+        request.num_compact_tokens = num_compact * self._block_size
+        if self._blocks.cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
-        request.cache_miss_reason = self._cache.explain(entry.chain, match, request.num_disk_tokens)
-        if self._cache.enabled:
+        request.cache_miss_reason = self._blocks.cache.explain(entry.chain, match, request.num_disk_tokens)
+        if self._blocks.cache.enabled:
             self._prefix_queries += len(request.prompt_token_ids)
             self._prefix_hits += request.num_cached_tokens
             self._disk_hits += request.num_disk_tokens
@@ -490,18 +434,23 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         """A snapshot of gauges and counters."""
+        stored, compact = self._blocks.stored, self._blocks.compact
+        has_compact = self._blocks.shape.window is not None
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_put_off=self._waiting.num_put_off,
-            free_blocks=self._pool.num_free,
-            cached_blocks=self._pool.num_kept,
-            used_blocks=self._pool.num_used,
+            free_blocks=stored.num_free,
+            cached_blocks=stored.num_kept,
+            used_blocks=stored.num_used,
+            free_compact_blocks=compact.num_free if has_compact else 0,
+            cached_compact_blocks=compact.num_kept,
+            used_compact_blocks=compact.num_used if has_compact else 0,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             disk_hits=self._disk_hits,
             preemptions=self._preemptions,
-            evictions=self._cache.num_evictions,
+            evictions=self._blocks.cache.num_evictions,
             scheduled_tokens=self._scheduled_tokens,
             finished=self._finished,
         )
@@ -509,32 +458,43 @@ class Scheduler:
     def view(self) -> CacheView:
         """Every block of the pool, and who holds it; a copy."""
         requests = [entry.request for entry in self._running]
-        return CacheView.of(self._block_size, self._pool.refs, self._cache.parents(), requests)
+        return CacheView.of(
+            self._block_size, self._blocks.stored.refs, self._blocks.cache.parents(), requests
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, in memory and on disk. What runs goes on with its own, uncached."""
         if self._disk is not None:
             self._disk.clear()
-        for block in self._cache.clear():
-            if self._pool.refs[block] == 0:
-                self._pool.reclaim(block)
+        self._blocks.reset(self._running)
         for entry in self._running:
-            entry.chain.path = []
-            entry.chain.num_saved = 0
-            entry.chain.broken = True
             self._waiting.drop_claims(entry)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless pool, cache and queue agree (for tests)."""
-        tables = [entry.request.block_table for entry in self._entries.values()]
-        self._pool.check_invariants(tables, self._cache.blocks())
-        assert self._pool.num_kept == self._cache.num_evictable, "a kept block can never be evicted"
-        self._cache.check_invariants([entry.chain for entry in self._entries.values()])
+        self._blocks.check_invariants(list(self._entries.values()))
         self._waiting.check_invariants(self._running)
         assert [e.key for e in self._running] == sorted(e.key for e in self._running)
         assert len(self._running) + len(self._waiting) == len(self._entries)
         for entry in self._entries.values():
             assert (entry.request.status is Status.RUNNING) == (entry in self._running)
             assert entry.num_written <= entry.request.num_computed_tokens, "unwritten rows are booked"
-            assert len(entry.chain.path) * self._block_size <= entry.num_written, "matched before written"
             assert entry.chain.num_tokens == entry.request.num_tokens
+
+
+def _new_cache(
+    shape: PoolShape,
+    window_blocks: int | None,
+    *,
+    fingerprint: str,
+    enabled: bool,
+    hash_function: Callable[[bytes], bytes],
+) -> PrefixCache:
+    return PrefixCache(
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks + shape.num_compact,
+        fingerprint=fingerprint,
+        enabled=enabled,
+        window_blocks=window_blocks,
+        hash_function=hash_function,
+    )

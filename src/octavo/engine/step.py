@@ -19,19 +19,25 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """Fill block ``dst`` with ``rows``, which an earlier process left on disk."""
+    """Fill block ``dst``, compact or not, with ``rows``, which an earlier process left on disk."""
 
     dst: int
     rows: memoryview
+    compact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed."""
+    """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed.
+
+    ``compactions`` are pairs of a block as stored and a compact block, which each layer fills with its
+    compact form after its K and V are written and before it attends.
+    """
 
     request: Request
     start: int
     num_tokens: int
+    compactions: tuple[tuple[int, int], ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -58,7 +64,7 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """Where the scheduler stands. Up to ``used_blocks`` they are gauges; the rest only rises.
+    """Where the scheduler stands. Numbers of blocks and requests are gauges; the rest only rises.
 
     ``num_waiting`` includes ``num_put_off`` (waiting for a prefix in flight). ``cached_blocks`` are
     in no block table but can be matched or evicted. ``prefix_queries`` and ``prefix_hits`` are
@@ -79,6 +85,9 @@ class SchedulerStats:
     evictions: int
     scheduled_tokens: int
     finished: int
+    free_compact_blocks: int = 0
+    cached_compact_blocks: int = 0
+    used_compact_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class CacheView:
             refs=list(refs),
             cached=[block in parents for block in blocks],
             parents=[parents.get(block, -1) for block in blocks],
-            owners=[BlockOwner(r.label, r.cache_salt, list(r.block_table)) for r in running],
+            owners=[BlockOwner(r.label, r.cache_salt, [b for b in r.block_table if b >= 0]) for r in running],
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import islice
 
-from octavo.cache.prefix_cache import Chain
+from octavo.cache.chain import Chain
 from octavo.cache.sorted_keys import SortedKeys
 from octavo.request import Request
 
@@ -18,9 +18,10 @@ class Entry:
     """The scheduler's own notes on a request.
 
     ``num_written`` tokens have K and V that an earlier step wrote (rows copied or computed by a
-    step that is under way do not count). ``last_position`` is how many tokens can ever need K and
-    V. ``passed`` counts later requests that were admitted before this one. ``put_off`` is the
-    digest that a waiting request waits for; ``claims`` are those that a running one will write.
+    step that is under way do not count), and the compact forms of its first ``num_compacted`` blocks
+    are written. ``last_position`` is how many tokens can ever need K and V. ``passed`` counts later
+    requests that were admitted before this one. ``put_off`` is the digest that a waiting request waits
+    for; ``claims`` are those that a running one will write.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class Entry:
     stop_ids: frozenset[int]
     last_position: int
     num_written: int = 0
+    num_compacted: int = 0
     passed: int = 0
     put_off: bytes | None = None
     claims: set[bytes] = field(default_factory=set)

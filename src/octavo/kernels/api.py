@@ -32,6 +32,8 @@ class AttentionSpec:
     kv_dtype: torch.dtype
     device: str
     need_lse: bool = False
+    #: Bits of a value in compact history, 8 or 4; None where no step has any.
+    value_bits: int | None = None
 
 
 class AttentionMeta(NamedTuple):
@@ -39,11 +41,23 @@ class AttentionMeta(NamedTuple):
 
     ``block_table`` [num_seqs, max_blocks] int32; ``seq_lens`` [num_seqs] int32, keys including this
     step's; ``cu_seqlens_q`` [num_seqs + 1] int32.
+
+    With ``history_window`` (a multiple of 16, at least 16) a query at position p reads its first
+    :func:`num_compact_blocks` blocks in compact form, through ``compact_table`` [num_seqs, max_compact] int32
+    (ids of compact blocks, rows padded with 0), and the others as stored. What ``block_table`` holds for
+    blocks that every query of a sequence reads in compact form is never read.
     """
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    compact_table: torch.Tensor | None = None
+    history_window: int | None = None
+
+
+def num_compact_blocks(position: int, history_window: int, block_size: int) -> int:
+    """How many blocks a query reads in compact form: those that lie wholly before position - window."""
+    return max(0, (position - history_window) // block_size)
 
 
 class TopkPlanes(NamedTuple):
@@ -61,6 +75,22 @@ class TopkPlanes(NamedTuple):
     bounds: torch.Tensor | None = None
 
 
+class CompactKV(NamedTuple):
+    """One layer's compact history: blocks in 8 bits or fewer, with ids of their own.
+
+    ``key`` and ``value`` are [num_compact, num_kv_heads, block_size / 16, record bytes] uint8. A record of
+    keys is as in the scan plane: key j of its 16 is mean + scale_j code_j. A value with 8 bits is
+    scale_j code_j, with 4 bits minimum_j + scale_j code_j; see ``octavo.kernels.compact``.
+    ``mean_value`` [..., head_dim] float16 and ``bounds`` [..., 2, head_dim] float16 are as in ``TopkPlanes``,
+    None where the layer's planes have none.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    mean_value: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
+
+
 class KVLayer(NamedTuple):
     """One layer's cache and constants.
 
@@ -68,6 +98,7 @@ class KVLayer(NamedTuple):
     float16; ``scale`` multiplies q.k; ``window`` is the sliding window in tokens (a query at p sees
     max(0, p - window + 1) .. p) or None. ``planes`` is what top-k attention keeps beside K and V
     (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
+    ``compact`` is its compact history, None where there is none.
     """
 
     key: torch.Tensor
@@ -75,6 +106,7 @@ class KVLayer(NamedTuple):
     scale: float
     window: int | None = None
     planes: TopkPlanes | None = None
+    compact: CompactKV | None = None
 
 
 class Kernel(Protocol):

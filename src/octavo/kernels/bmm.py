@@ -10,8 +10,8 @@ from octavo.kernels.native import ThreadPool
 
 
 def why_not(spec: AttentionSpec) -> str | None:
-    """See ``octavo.kernels.api.Kernel.why_not``: it serves everything."""
-    return None
+    """See ``octavo.kernels.api.Kernel.why_not``."""
+    return gather.why_not(spec)
 
 
 def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> gather.GatherPlan:

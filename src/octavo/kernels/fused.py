@@ -22,6 +22,7 @@ class Plan(NamedTuple):
 
     native: _native.AttentionPlan
     spec: AttentionSpec
+    history_window: int | None
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -56,7 +57,7 @@ def plan(
         pool=pool,
         isa=isa,
     )
-    return Plan(native, spec)
+    return Plan(native, spec, meta.history_window)
 
 
 def attend(
@@ -68,7 +69,7 @@ def attend(
     be contiguous. ``out`` takes the result where the plan leaves sequences out: their rows stay as they are.
     Raises ValueError for tensors that do not fit the plan.
     """
-    native, spec = plan
+    native, spec, history_window = plan
     checks.check_layer(q, kv, native.num_tokens, spec)
     if out is None:
         out = torch.empty((native.num_tokens, spec.num_heads, spec.head_dim))
@@ -85,6 +86,7 @@ def attend(
         kv.window or 0,
         out.data_ptr(),
         lse.data_ptr() if lse is not None else 0,
+        checks.compact_layer(kv, history_window, spec),
     )
     # Outside a profile even an idle record_function costs more than the call itself.
     if torch.autograd.profiler._is_profiler_enabled:

@@ -51,8 +51,17 @@ class GatherPlan:
     spec: AttentionSpec
 
 
+def why_not(spec: AttentionSpec) -> str | None:
+    """One sentence why no torch backend serves ``spec``, or None."""
+    if spec.value_bits is not None:
+        return "only fused and reference attention read compact history"
+    return None
+
+
 def plan(meta: AttentionMeta, spec: AttentionSpec) -> GatherPlan:
     """Group the step's sequences and work out which cache rows each group reads."""
+    if meta.history_window is not None:
+        raise ValueError("only fused and reference attention read compact history")
     starts, device = meta.cu_seqlens_q.tolist(), meta.seq_lens.device
     by_q_len: dict[int, list[int]] = {}
     for s in range(len(starts) - 1):

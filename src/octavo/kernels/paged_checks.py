@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
-from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer
 from octavo.kernels.native import _native
 
 KV_DTYPES = (torch.float32, torch.float16)
+RECORD_KEYS: int = _native.RECORD_KEYS
+#: Bits that a compact value may have.
+VALUE_BITS = (8, 4)
+NO_COMPACT = _native.CompactLayer(key=0, value=0, num_blocks=0, value_bits=0)
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -24,6 +28,12 @@ def why_not(spec: AttentionSpec) -> str | None:
         return f"fused reads K and V as float32 or float16, not {spec.kv_dtype}"
     if spec.num_kv_heads < 1 or spec.num_heads < 1 or spec.num_heads % spec.num_kv_heads:
         return f"num_heads ({spec.num_heads}) must be a multiple of num_kv_heads ({spec.num_kv_heads})"
+    if spec.value_bits is not None and spec.value_bits not in VALUE_BITS:
+        return f"a compact value has 8 or 4 bits, got {spec.value_bits!r}"
+    if spec.value_bits is not None and spec.block_size % RECORD_KEYS:
+        return (
+            f"compact history needs a block_size that is a multiple of {RECORD_KEYS}, got {spec.block_size}"
+        )
     return None
 
 
@@ -43,7 +53,22 @@ def batch(meta: AttentionMeta, spec: AttentionSpec) -> _native.PagedBatch:
         num_seqs=num_seqs,
         max_blocks=meta.block_table.shape[1],
         shape=shape_of(spec),
+        history=_history(meta, spec, num_seqs),
     )
+
+
+def _history(meta: AttentionMeta, spec: AttentionSpec, num_seqs: int) -> tuple[int, int, int]:
+    table, window = meta.compact_table, meta.history_window
+    if window is None:
+        return 0, 0, 0
+    if spec.value_bits is None:
+        raise ValueError("a history_window needs a spec with value_bits")
+    if window < RECORD_KEYS or window % RECORD_KEYS:
+        raise ValueError(f"history_window must be a multiple of 16, at least 16, got {window}")
+    if table is None:
+        raise ValueError("a history_window needs a compact_table")
+    check_ints("compact_table", table, (num_seqs, table.shape[-1]))
+    return table.data_ptr(), table.shape[1], window
 
 
 def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSpec) -> None:
@@ -59,6 +84,37 @@ def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSp
         raise ValueError(f"key has {kv.key.shape[0]} blocks but value has {kv.value.shape[0]}")
     if kv.window is not None and kv.window < 1:
         raise ValueError(f"window must be at least 1 or None, got {kv.window}")
+
+
+def compact_layer(kv: KVLayer, history_window: int | None, spec: AttentionSpec) -> _native.CompactLayer:
+    """The layer's compact history for a native plan, checked where the step reads any."""
+    if history_window is None:
+        return NO_COMPACT
+    if kv.compact is None or spec.value_bits is None:
+        raise ValueError("the step has a history_window but the layer has no compact history")
+    check_compact(
+        kv.compact, (spec.num_kv_heads, spec.block_size // RECORD_KEYS), spec.head_dim, spec.value_bits
+    )
+    key, value = kv.compact.key, kv.compact.value
+    return _native.CompactLayer(
+        key=key.data_ptr(), value=value.data_ptr(), num_blocks=key.shape[0], value_bits=spec.value_bits
+    )
+
+
+def check_compact(compact: CompactKV, spans: tuple[int, int], head_dim: int, value_bits: int) -> None:
+    """Raises ValueError for tensors that do not fit ``spans``, (num_kv_heads, block_size / 16)."""
+    value_bytes = _native.value_record_bytes(head_dim, value_bits)
+    for name, x, wanted, dtype in (
+        ("compact key", compact.key, (_native.record_bytes(head_dim),), torch.uint8),
+        ("compact value", compact.value, (value_bytes,), torch.uint8),
+        ("compact mean_value", compact.mean_value, (head_dim,), torch.float16),
+        ("compact bounds", compact.bounds, (2, head_dim), torch.float16),
+    ):
+        if x is None:
+            continue
+        check_cache(name, x, (*spans, *wanted), dtype)
+        if x.shape[0] != compact.key.shape[0]:
+            raise ValueError(f"compact key has {compact.key.shape[0]} blocks but {name} has {x.shape[0]}")
 
 
 def shape_of(spec: AttentionSpec) -> _native.Shape:

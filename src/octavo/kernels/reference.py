@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, num_compact_blocks
 from octavo.kernels.native import ThreadPool
 
 
@@ -37,14 +37,54 @@ def attend(q: torch.Tensor, kv: KVLayer, plan: AttentionMeta) -> tuple[torch.Ten
             x[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float().repeat_interleave(group, dim=0)
             for x in (kv.key, kv.value)
         )
+        compact_keys, compact_values = keys[:, :0], values[:, :0]
+        if kv.compact is not None and plan.compact_table is not None and plan.history_window is not None:
+            count = num_compact_blocks(seq_len - 1, plan.history_window, block_size)
+            expanded = expand_compact(kv.compact, plan.compact_table[s, :count].long(), q.shape[-1])
+            compact_keys, compact_values = (x.repeat_interleave(group, dim=0) for x in expanded)
         for row in range(begin, end):
             position = seq_len - (end - row)
             first = 0 if kv.window is None else max(0, position - kv.window + 1)
-            k, v = keys[:, first : position + 1], values[:, first : position + 1]
+            stored = 0
+            if plan.history_window is not None:
+                stored = block_size * num_compact_blocks(position, plan.history_window, block_size)
+            k, v = (
+                torch.cat([compact[:, first:stored], x[:, max(first, stored) : position + 1]], dim=1)
+                for compact, x in ((compact_keys, keys), (compact_values, values))
+            )
             scores = torch.einsum("hd,hnd->hn", q[row].float(), k) * kv.scale
             lse[row] = torch.logsumexp(scores, dim=-1)
             out[row] = torch.einsum("hn,hnd->hd", torch.softmax(scores, dim=-1), v)
     return out, lse
+
+
+def expand_compact(
+    compact: CompactKV, blocks: torch.Tensor, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[num_kv_heads, keys, head_dim]`` float32 of compact ``blocks`` ``[n]`` int64.
+
+    Every number is one rounding of minimum + scale code, or mean + scale code: products are exact in float32.
+    """
+    # [blocks, kv_heads, block_size / 16, bytes] -> [kv_heads, records, bytes]
+    keys, values = (x[blocks].transpose(0, 1).flatten(1, 2) for x in (compact.key, compact.value))
+    d = head_dim
+    codes = keys[..., : 16 * d].view(torch.int8).reshape(*keys.shape[:2], d // 2, 16, 2).transpose(2, 3)
+    codes = codes.flatten(3)  # [kv_heads, records, 16, d]
+    mean, scale = _halves(keys[..., 16 * d : 18 * d]), _halves(keys[..., 18 * d : 18 * d + 32])
+    key = mean[..., None, :] + scale[..., None] * codes.float()
+    if values.shape[-1] == 16 * d + 32:
+        codes = values[..., : 16 * d].view(torch.int8).reshape(*values.shape[:2], 16, d)
+        value = _halves(values[..., 16 * d :])[..., None] * codes.float()
+    else:
+        pairs = values[..., : 8 * d].reshape(*values.shape[:2], 16, d // 2)
+        codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(3)
+        scale, minimum = _halves(values[..., 8 * d :]).chunk(2, dim=-1)
+        value = minimum[..., None] + scale[..., None] * codes.float()
+    return key.flatten(1, 2), value.flatten(1, 2)
+
+
+def _halves(bytes_: torch.Tensor) -> torch.Tensor:
+    return bytes_.contiguous().view(torch.float16).float()
 
 
 def topk_kept(

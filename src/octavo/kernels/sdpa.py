@@ -18,7 +18,7 @@ def why_not(spec: AttentionSpec) -> str | None:
     """See ``octavo.kernels.api.Kernel.why_not``."""
     if spec.need_lse:
         return "sdpa cannot return the log-sum-exp: torch's scaled_dot_product_attention keeps it to itself"
-    return None
+    return gather.why_not(spec)
 
 
 def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> gather.GatherPlan:

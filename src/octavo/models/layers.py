@@ -155,7 +155,11 @@ class Attention(nn.Module):
         k = qk[:, self.num_heads :]
         step.attention.write(step.kv_cache, self.layer, k, v, step.batch.slot_mapping)
         kv = KVLayer(
-            *step.kv_cache.layer(self.layer), self.scale, self.window, step.kv_cache.layer_planes(self.layer)
+            *step.kv_cache.layer(self.layer),
+            self.scale,
+            self.window,
+            step.kv_cache.layer_planes(self.layer),
+            step.kv_cache.layer_compact(self.layer),
         )
         out = step.attention.run(qk[:, : self.num_heads], kv, step.plan)
         projected: torch.Tensor = self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))

@@ -74,7 +74,11 @@ class NativeDecoder:
         ropes = [0 if table is None else table.upto(longest).data_ptr() for table in self._tables]
         layers = [
             KVLayer(
-                *kv_cache.layer(i), self.config.softmax_scale, self.config.window(i), kv_cache.layer_planes(i)
+                *kv_cache.layer(i),
+                self.config.softmax_scale,
+                self.config.window(i),
+                kv_cache.layer_planes(i),
+                kv_cache.layer_compact(i),
             )
             for i in range(self.config.num_layers)
         ]
@@ -99,6 +103,7 @@ class NativeDecoder:
         """The last layer after its K and V are written: of the step's rows only those that are read."""
         rows = batch.read_rows()
         if not len(rows):
+            attention.compact(kv, batch.compactions)
             return
         x = step.x.numpy()  # numpy's indexing starts no threads, which would wait on the pool's cores
         part = torch.from_numpy(x[rows])

@@ -40,7 +40,8 @@ class _Sent:
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Tokens of a call, each prompt once whatever its n, and what top-k attention read and left out.
 
-    ``disk_cached_tokens`` are those of ``cached_tokens`` that came from disk.
+    ``disk_cached_tokens`` are those of ``cached_tokens`` that came from disk, ``compact_cached_tokens`` those
+    that are read in compact form.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -51,6 +52,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(output.num_cached_tokens for output in outputs),
             "disk_cached_tokens": sum(output.num_disk_tokens for output in outputs),
+            "compact_cached_tokens": sum(output.num_compact_tokens for output in outputs),
         },
     }
     reports = [output.attn_topk for output in outputs if output.attn_topk is not None]

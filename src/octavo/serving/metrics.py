@@ -111,6 +111,12 @@ class _EngineCollector(_Families, Collector):
                 stats.cached_blocks,
             ),
             "kv_blocks_used": ("KV blocks in the tables of requests.", stats.used_blocks),
+            "compact_blocks_free": ("Free compact blocks.", stats.free_compact_blocks),
+            "compact_blocks_cached": (
+                "Compact blocks that no request holds, kept for the prefix cache.",
+                stats.cached_compact_blocks,
+            ),
+            "compact_blocks_used": ("Compact blocks in the tables of requests.", stats.used_compact_blocks),
             "sequences_open": ("Sequences that clients wait for.", self._snapshot.num_open),
             "draining": ("1 while the server shuts down.", int(self._snapshot.draining)),
             "attn_topk_worst_dropped_mass": (

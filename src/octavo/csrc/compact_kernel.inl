@@ -1,0 +1,154 @@
+// Keys and values of compact records (compact_rows.h) for the skeleton of span_kernel.inl, which includes this.
+//
+// They are expanded to fp32 and then take the same chains as keys and values that are stored: so scores, weights and
+// sums are those of a row over such keys, however many rows share the expansion.
+
+// The value of one key, expanded eight numbers at a time.
+struct Value8 {
+    static constexpr int kBits = 8;
+    const uint8_t* code;
+    F8 scale;
+
+    Value8(const uint8_t* record, const ValueLayout& layout, const float* scales, const float*, int j)
+        : code(record + j * layout.code_bytes), scale(set8(scales[j])) {}
+    F8 part(int d) const { return mul8(load8(reinterpret_cast<const int8_t*>(code) + d), scale); }
+};
+
+struct Value4 {
+    static constexpr int kBits = 4;
+    const uint8_t* code;
+    F8 scale, minimum;
+
+    Value4(const uint8_t* record, const ValueLayout& layout, const float* scales, const float* minima, int j)
+        : code(record + j * layout.code_bytes), scale(set8(scales[j])), minimum(set8(minima[j])) {}
+    F8 part(int d) const { return fma8(load_nibbles8(code + d / 2), scale, minimum); }
+};
+
+// From dimension `first` on.
+template <class V>
+struct ValueFrom {
+    const V& value;
+    int first;
+};
+template <class V>
+F8 part8(const ValueFrom<V>& v, int d) {
+    return v.value.part(v.first + d);
+}
+
+// A record of values with its scales in fp32.
+template <class V>
+struct ValueRecord {
+    const uint8_t* record;
+    const ValueLayout& layout;
+    float scale[kRecordKeys], minimum[kRecordKeys];
+
+    ValueRecord(const uint8_t* at, const ValueLayout& of) : record(at), layout(of) {
+        for (int h = 0; h < kRecordKeys; h += 8) {
+            store8(scale + h, load8(reinterpret_cast<const uint16_t*>(at + of.scale) + h));
+            if (V::kBits == 4) store8(minimum + h, load8(reinterpret_cast<const uint16_t*>(at + of.minimum) + h));
+        }
+    }
+    V at(int j) const { return V(record, layout, scale, minimum, j); }
+};
+
+inline const uint8_t* record_at(const SpanTask& t, const void* base, int j, int bytes) {
+    const int64_t record = t.blocks[j >> t.block_shift] * t.block_stride + (j & ((1 << t.block_shift) - 1)) / kRecordKeys;
+    return static_cast<const uint8_t*>(base) + record * bytes;
+}
+
+// Part i of n of a record's lines.
+inline void prefetch_part(const uint8_t* record, int bytes, int i, int n) {
+    const int lines = bytes / 64 + 1;
+    for (int line = i * lines / n; line < (i + 1) * lines / n; ++line) prefetch_l2(record + 64 * line);
+}
+
+template <class V>
+struct Compact {
+    static void touch_values(const SpanTask&, int, int) {}
+
+    // The record at `panel`, whose keys are all known, as [D][16 keys].
+    static void pack(const SpanTask& t, int panel, int, int hi) {
+        const RecordLayout layout = record_layout(t.head_dim);
+        const int value_bytes = value_layout(t.head_dim, V::kBits).bytes;
+        const uint8_t* key = record_at(t, t.key, panel, layout.bytes);
+        const uint8_t* value = record_at(t, t.value, panel, value_bytes);
+        const uint8_t* next = t.cold && panel + kPanel < hi ? record_at(t, t.key, panel + kPanel, layout.bytes) : nullptr;
+        const int8_t* code = reinterpret_cast<const int8_t*>(key);
+        const uint16_t* mean = reinterpret_cast<const uint16_t*>(key + layout.mean);
+        const uint16_t* scale = reinterpret_cast<const uint16_t*>(key + layout.scale);
+        const F8 s0 = load8(scale), s1 = load8(scale + 8);
+        for (int d = 0; d < t.head_dim; d += 8) {
+            prefetch_part(value, value_bytes, d / 8, t.head_dim / 8);
+            if (next != nullptr) prefetch_part(next, layout.bytes, d / 8, t.head_dim / 8);
+            float m[8];
+            store8(m, load8(mean + d));
+            float* out = t.k_panel + d * kPanel;
+            UNROLL for (int i = 0; i < 8; i += 2, code += 2 * kRecordKeys, out += 2 * kPanel) {
+                F8 even, odd;
+                load_pairs8(code, &even, &odd);
+                store8(out, fma8(even, s0, set8(m[i])));
+                store8(out + kPanel, fma8(odd, s0, set8(m[i + 1])));
+                load_pairs8(code + kRecordKeys, &even, &odd);
+                store8(out + 8, fma8(even, s1, set8(m[i])));
+                store8(out + kPanel + 8, fma8(odd, s1, set8(m[i + 1])));
+            }
+        }
+    }
+
+    static void values(const SpanTask& t, int lo, int hi) {
+        bool same = t.num_micro == 1;
+        for (int r = 0; r < t.rows; ++r) same = same && t.lo[r] == lo && t.hi[r] == hi;
+        if (!same) return by_copy(t, lo, hi);
+        switch (t.rows) {
+            case 1: return stream_columns<1, 8>(t, lo, hi);
+            case 2: return stream_columns<2, 4>(t, lo, hi);
+            case 3: return stream_columns<3, 4>(t, lo, hi);
+            case 4: return stream_columns<4, 2>(t, lo, hi);
+            case 5: return stream_columns<5, 2>(t, lo, hi);
+            default: return stream_columns<6, 2>(t, lo, hi);
+        }
+    }
+
+private:
+    // Calls f(key, value of the key) in order of position; K of the next span is asked for on the way.
+    template <class F>
+    static void each_value(const SpanTask& t, int lo, int hi, const F& f) {
+        const ValueLayout layout = value_layout(t.head_dim, V::kBits);
+        const int key_bytes = record_layout(t.head_dim).bytes;
+        for (int first = lo & ~(kRecordKeys - 1); first < hi; first += kRecordKeys) {
+            const ValueRecord<V> record(record_at(t, t.value, first, layout.bytes), layout);
+            const uint8_t* ahead = first < t.next_keys ? record_at(t, t.key, kSpan + first, key_bytes) : nullptr;
+            for (int j = first > lo ? first : lo; j < first + kRecordKeys && j < hi; ++j) {
+                if (ahead != nullptr) prefetch_part(ahead, key_bytes, j - first, kRecordKeys);
+                f(j, record.at(j - first));
+            }
+        }
+    }
+
+    // Many rows, or rows that see different keys: V is expanded once for all.
+    static void by_copy(const SpanTask& t, int lo, int hi) {
+        for (int begin = lo; begin < hi; begin += kValueKeys) {
+            const int end = begin + kValueKeys < hi ? begin + kValueKeys : hi;
+            each_value(t, begin, end, [&](int j, const V& v) {
+                float* out = t.v_block + int64_t(j - begin) * t.head_dim;
+                for (int d = 0; d < t.head_dim; d += 8) store8(out + d, v.part(d));
+            });
+            value_run(t, t.v_block, begin, end);
+        }
+    }
+
+    template <int R, int N>
+    static void stream(const SpanTask& t, int lo, int hi, int d) {
+        ValueTile<R, N> tile;
+        tile.load(t.acc + d, t.head_dim);
+        each_value(t, lo, hi, [&](int j, const V& v) { tile.add(t.scores + j, ValueFrom<V>{v, d}); });
+        tile.store(t.acc + d, t.head_dim);
+    }
+
+    template <int R, int N>
+    static void stream_columns(const SpanTask& t, int lo, int hi) {
+        int d = 0;
+        for (; d + 8 * N <= t.head_dim; d += 8 * N) stream<R, N>(t, lo, hi, d);
+        for (; d < t.head_dim; d += 8) stream<R, 1>(t, lo, hi, d);
+    }
+};
