@@ -112,9 +112,7 @@ def measure(config: EngineConfig, *, context: int, steps: int) -> dict[str, Any]
     inputs = {linear.inputs: torch.randn(1, linear.inputs) for linear in products}
     call_s = call_seconds(products[0])
     prompt = [i % loaded.vocab_size for i in range(1, context + 1)]
-    engine.add_request(
-        prompt, SamplingParams(temperature=0, max_tokens=WARM_UP + steps + 1, ignore_eos=True)
-    )
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=WARM_UP + steps + 1, ignore_eos=True))
     # The prompt's steps give one token at their end.
     while not any(output.outputs[0].token_ids for output in engine.step()):
         pass
@@ -166,7 +164,14 @@ def _row(times: Sequence[Times], weight_bytes: int, call_s: float) -> dict[str, 
 def table(result: dict[str, Any]) -> Table:
     """A line for each way of keeping the weights."""
     made = Table(
-        "weights", "step, ms", "linear", "attention", "outside", "share outside", "linear reads", title=_title(result)
+        "weights",
+        "step, ms",
+        "linear",
+        "attention",
+        "outside",
+        "share outside",
+        "linear reads",
+        title=_title(result),
     )
     for name, row in result["weights"].items():
         made.add_row(

@@ -49,9 +49,9 @@ struct Shares {
         starts.push_back(0);
         for (size_t i = 0; i < weights.size(); i += parts) {
             for (int64_t panel = 0; panel < weights[i]->panels();) {
-                while (first + panel == panels * int64_t(starts.size()) / threads) starts.push_back(int64_t(groups.size()));
-                const int64_t share_end = panels * int64_t(starts.size()) / threads - first;
-                const int64_t end = std::min({panel + most_panels, weights[i]->panels(), share_end});
+                const auto share_end = [&] { return panels * int64_t(starts.size()) / threads - first; };
+                while (panel == share_end()) starts.push_back(int64_t(groups.size()));
+                const int64_t end = std::min({panel + most_panels, weights[i]->panels(), share_end()});
                 groups.push_back({weights[i], gated ? weights[i + 1] : nullptr, panel, end - panel,
                                   output + panel * kLinearPanel});
                 panel = end;
@@ -162,12 +162,16 @@ void direct_sums(const Call& call, const Panels& panels, const Panels& next, int
         if (next.weight != nullptr) ask_for(&task, every, next.data(), next.weight->panel_bytes(), t, tiles);
         task.prefetch_panel = next.weight == nullptr ? 0 : next.weight->panel_bytes();
     } else if (unit.k > 2 || kLinearPanel * unit.k * rows >= 2 * unit.bytes) {
-        // Few rows of plain types are read as fast as the hardware's prefetcher fetches; the others hardly overlap with it.
+        // Few rows of plain types are read as fast as the hardware's prefetcher fetches; the others hardly overlap with
+        // it.
         const int64_t ahead = std::min(weight.panel_bytes(), weight.panel_bytes() * kAhead / task.k);
         ask_for(&task, every, task.weights + ahead, weight.panel_bytes() - ahead, 0, 1);
         task.prefetch_lines = int(divide_up(weight.panel_bytes() / 64, divide_up(task.k, every)));
         task.prefetch_panel = weight.panel_bytes();
-        if (next.weight != nullptr) task.prefetch_then = next.data(), task.prefetch_then_panel = next.weight->panel_bytes();
+        if (next.weight != nullptr) {
+            task.prefetch_then = next.data();
+            task.prefetch_then_panel = next.weight->panel_bytes();
+        }
     }
     call.kernels.direct[int(weight.type())][rows - 1][panels.wide](task);
 }
@@ -236,7 +240,8 @@ void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64
         const uint8_t* stored = weight.data() + panel * weight.panel_bytes() + begin / unit.k * unit.bytes;
         const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
         // Some kernels expand while they multiply the first tile: arithmetic that would wait for memory and stores.
-        const LinearKernels::Tile expand_first = kernels.expand_first[int(weight.type())][tile_start(rows, tiles, 1) - 1];
+        const int64_t height = tile_start(rows, tiles, 1);
+        const LinearKernels::Tile expand_first = kernels.expand_first[int(weight.type())][height - 1];
         if (expand && expand_first == nullptr) kernels.expand[int(weight.type())](stored, k, piece);
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;

@@ -53,9 +53,7 @@ class StoredMatrix:
         return cls("f32", values.shape[0], values.shape[1], values.view(-1).view(torch.uint8))
 
 
-def pack(
-    stored: StoredMatrix, pool: ThreadPool, memory: WeightMemory
-) -> _native.PackedWeight:
+def pack(stored: StoredMatrix, pool: ThreadPool, memory: WeightMemory) -> _native.PackedWeight:
     """The matrix in the kernels' order, its data read once.
 
     Raises ValueError for an unknown type, inputs that the type cannot hold, or data of a wrong size.

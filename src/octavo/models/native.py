@@ -192,9 +192,7 @@ class NativeDecoder:
         return projections, norms
 
     def _linear(self, inputs: int, outputs: dict[str, int]) -> PackedLinear:
-        return PackedLinear(
-            inputs, outputs, self.pool, self._isa, int8=self._shape.int8, memory=self._memory
-        )
+        return PackedLinear(inputs, outputs, self.pool, self._isa, int8=self._shape.int8, memory=self._memory)
 
     def _table(self, name: str, rows: int) -> PackedLinear:
         table = self._linear(self.config.hidden_size, {name: rows})
