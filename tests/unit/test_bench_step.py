@@ -13,7 +13,9 @@ from octavo.bench.step import Times
 
 def test_what_is_left_is_outside() -> None:
     assert Times(step=10.0, attention=2.0, linear=5.0).outside == 3.0
-    rows = step._row([Times(10.0, 2.0, 5.0), Times(20.0, 4.0, 6.0), Times(30.0, 4.0, 25.0)], 4_000_000_000, 0.0)
+    rows = step._row(
+        [Times(10.0, 2.0, 5.0), Times(20.0, 4.0, 6.0), Times(30.0, 4.0, 25.0)], 4_000_000_000, 0.0
+    )
     assert rows["share_outside"] == pytest.approx(0.3)  # of 0.3, 0.5 and 1 / 30
     assert rows["step_ms"] == 20_000
     assert rows["linear_gb_per_s"] == pytest.approx(4 / 6)
@@ -36,5 +38,5 @@ def test_the_parts_of_a_tiny_models_step(tmp_path: Path) -> None:
 
 
 def test_unknown_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="weights are .*, got 'q3'"):
+    with pytest.raises(ValueError, match=r"weights are .*, got 'q3'"):
         step.run(str(tmp_path), ["q3"], context=4, steps=1, threads=1, report=print)
