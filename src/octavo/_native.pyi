@@ -33,7 +33,7 @@ class PagedBatch:
     def num_tokens(self) -> int: ...
 
 class CompactLayer:
-    def __init__(self, *, key: int, value: int, num_blocks: int, value_bits: int) -> None: ...
+    def __init__(self, *, planes: list[int], num_blocks: int, value_bits: int) -> None: ...
 
 def value_record_bytes(head_dim: int, value_bits: int) -> int: ...
 def seal_compact(
@@ -317,6 +317,7 @@ class TopkPlan:
         report: int,
         position: int,
         dropped: int,
+        compact: CompactLayer,
     ) -> None: ...
 
 RECORD_KEYS: int

@@ -1,4 +1,5 @@
-"""``octavo bench topk``: what top-k attention costs in decode, beside dense ``fused`` attention.
+"""``octavo bench topk``: what top-k attention costs in decode, beside dense ``fused`` attention, and how fast
+the whole engine then is (:mod:`octavo.bench.topk_engine`).
 
 Shape of SmolLM2-135M: 9 query heads, 3 KV heads of 64. The variants take turns within a round, so that their
 ratios hold even when the machine's speed drifts, and walk over several layers' caches, as a model does.
@@ -30,6 +31,7 @@ from octavo.bench.attention import (
     NUM_LAYERS,
     time_interleaved,
 )
+from octavo.bench import topk_engine
 from octavo.bench.machine import machine, versions
 from octavo.cache.kv_cache import DTYPES, KVCache, PlaneSet
 from octavo.kernels import api, fused, topk_paged
@@ -214,15 +216,79 @@ def _cell(row: dict[str, Any], name: str) -> str:
     return f"{row[f'{name}_us']:.0f}, {speedup:.2f}x, {share:.2f}"
 
 
-def bench_topk(
-    *, threads: int, command: str, output: Path, topk: int, rounds: int, quick: bool, console: Console
-) -> dict[str, Any]:
-    """What the command line calls: measure, print, and write ``topk.json``."""
+def show_engine(rows: list[dict[str, Any]], console: Console) -> None:
+    names = list(dict.fromkeys(row["way"] for row in rows))
+    table = Table(title="The whole engine, one stream: tokens a second (times dense float16)")
+    for name in ("keys", *names):
+        table.add_column(name, justify="right")
+    for keys in dict.fromkeys(row["keys"] for row in rows):
+        speed = {row["way"]: row["tok_s"] for row in rows if row["keys"] == keys}
+        table.add_row(f"{keys:,}", *(f"{speed[n]:.1f} ({speed[n] / speed['dense']:.2f})" for n in names))
+    console.print(table)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Times dense float16's speed by the number of keys: attention alone, by batch, and the whole engine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = list(dict.fromkeys(row["batch"] for row in result["rows"]))
+    count = len(batches) + bool(result["engine"])
+    figure, panels = plt.subplots(
+        1, count, figsize=(4.6 * count, 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, batch in zip(panels[0], batches, strict=False):
+        rows = [row for row in result["rows"] if (row["batch"], row["kv_dtype"]) == (batch, "float16")]
+        for name in policies(result["attn_topk"]):
+            points = [row[f"{name}_speedup_over_float16"] for row in rows]
+            axes.plot([row["keys"] for row in rows], points, marker="o", markersize=4, label=name)
+        axes.set_title(f"attention, batch {batch}")
+    for name in dict.fromkeys(row["way"] for row in result["engine"]):
+        dense = {row["keys"]: row["tok_s"] for row in result["engine"] if row["way"] == "dense"}
+        rows = [row for row in result["engine"] if row["way"] == name]
+        points = [row["tok_s"] / dense[row["keys"]] for row in rows]
+        panels[0][-1].plot([row["keys"] for row in rows], points, marker="o", markersize=4, label=name)
+        panels[0][-1].set_title("the whole engine, one stream")
+    for axes in panels[0]:
+        axes.set_xscale("log", base=2)
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set_xlabel("keys")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize=8)
+    panels[0][0].set_ylabel("times dense float16")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure. ``model`` runs whole; None leaves that out. ``quick``: 1,024 keys, batch 1."""
+
+    topk: int
+    rounds: int
+    threads: int
+    model: str | None
+    quick: bool
+
+
+def bench_topk(settings: Settings, *, command: str, output: Path, console: Console) -> dict[str, Any]:
+    """What the command line calls: measure, print, and write ``topk.json`` and ``topk.png``."""
+    topk, rounds, threads, quick = settings.topk, settings.rounds, settings.threads, settings.quick
     with console.status("measuring top-k attention"):
         result = run(threads=threads, topk=topk, rounds=rounds, quick=quick)
-    result |= {"command": command, "load_average": os.getloadavg()[0]}
+    result |= {"command": command, "load_average": os.getloadavg()[0], "model": None, "engine": []}
     result |= {"machine": machine(), "versions": versions()}
     show(result, console)
+    if settings.model is not None:
+        lengths = QUICK if quick else LENGTHS
+        result["model"] = Path(settings.model).name
+        result["engine"] = topk_engine.measure(
+            settings.model, lengths, topk=topk, rounds=rounds, threads=threads, report=console.print
+        )
+        show_engine(result["engine"], console)
     (output / "topk.json").write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"written: {output / 'topk.json'}")
+    draw(result, output / "topk.png")
+    console.print(f"written: {output / 'topk.json'} and topk.png")
     return result

@@ -72,7 +72,7 @@ class KVCache:
                 _lazy_zeros((*spans, head_dim), torch.float16) if planes.tail else None,
                 _lazy_zeros((*spans, 2, head_dim), torch.float16) if planes.fast else None,
             )
-        self._plane_index = {layer: i for i, layer in enumerate(planes.layers)}
+        self._layer_planes = {layer: self._planes_of(i) for i, layer in enumerate(planes.layers)}
         kept = (self.key, self.value, *(self.planes or ()))
         #: All that holds blocks, ``[layers, num_blocks, ...]`` each.
         self._parts = [part for part in kept if part is not None]
@@ -89,6 +89,8 @@ class KVCache:
                 _lazy_zeros((*planed, head_dim), torch.float16) if planes.layers and planes.tail else None,
                 _lazy_zeros((*planed, 2, head_dim), torch.float16) if planes.layers and planes.fast else None,
             )
+        planed_as = {layer: i for i, layer in enumerate(planes.layers)}
+        self._layer_compact = [self._compact_of(i, planed_as.get(i)) for i in range(num_layers)]
         self._compact_parts = [part for part in self.compact or () if part is not None]
         self.compact_block_bytes = sum(part[:, 0].nbytes for part in self._compact_parts)
 
@@ -98,9 +100,11 @@ class KVCache:
 
     def layer_planes(self, index: int) -> TopkPlanes | None:
         """The planes of one layer, or None."""
-        if self.planes is None or index not in self._plane_index:
+        return self._layer_planes.get(index)
+
+    def _planes_of(self, own: int) -> TopkPlanes | None:
+        if self.planes is None:
             return None
-        own = self._plane_index[index]
         scan, mean_value, bounds = self.planes
         return TopkPlanes(
             scan[own],
@@ -110,10 +114,13 @@ class KVCache:
 
     def layer_compact(self, index: int) -> CompactKV | None:
         """The compact blocks of one layer, or None."""
+        return self._layer_compact[index]
+
+    def _compact_of(self, index: int, own: int | None) -> CompactKV | None:
+        """Of layer ``index``, which has the planes number ``own``, if any."""
         if self.compact is None:
             return None
         key, value, mean_value, bounds = self.compact
-        own = self._plane_index.get(index)
         return CompactKV(
             key[index],
             value[index],

@@ -49,11 +49,14 @@ def topk(
     attn_topk: Annotated[int, typer.Option(min=1, help="Keys kept for each query and head.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; dense and exact take turns.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="1,024 keys only, for a quick look.")] = False,
+    engine: Annotated[
+        bool, typer.Option(help="Also tokens a second of the whole engine on the default model.")
+    ] = True,
     out: Out = RESULTS,
     threads: opt.Threads = None,
 ) -> None:
-    """What exact top-k attention costs in decode beside dense attention: time and bytes read."""
-    from octavo.bench.topk import bench_topk
+    """What top-k attention costs in decode beside dense attention: time, bytes read, tokens a second."""
+    from octavo.bench.topk import Settings, bench_topk
     from octavo.engine.resources import usable_cpus
 
     if ctx.invoked_subcommand is not None:
@@ -61,12 +64,9 @@ def topk(
     with plainly():
         out.mkdir(parents=True, exist_ok=True)
         bench_topk(
-            threads=threads or usable_cpus(),
+            Settings(attn_topk, rounds, threads or usable_cpus(), DEFAULT_MODEL if engine else None, quick),
             command=command_line(),
             output=out,
-            topk=attn_topk,
-            rounds=rounds,
-            quick=quick,
             console=console(),
         )
 

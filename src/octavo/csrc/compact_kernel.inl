@@ -9,8 +9,7 @@ struct Value8 {
     const uint8_t* code;
     F8 scale;
 
-    Value8(const uint8_t* record, const ValueLayout& layout, const float* scales, const float*, int j)
-        : code(record + j * layout.code_bytes), scale(set8(scales[j])) {}
+    Value8(const uint8_t* codes, float factor, float) : code(codes), scale(set8(factor)) {}
     F8 part(int d) const { return mul8(load8(reinterpret_cast<const int8_t*>(code) + d), scale); }
 };
 
@@ -19,8 +18,7 @@ struct Value4 {
     const uint8_t* code;
     F8 scale, minimum;
 
-    Value4(const uint8_t* record, const ValueLayout& layout, const float* scales, const float* minima, int j)
-        : code(record + j * layout.code_bytes), scale(set8(scales[j])), minimum(set8(minima[j])) {}
+    Value4(const uint8_t* codes, float factor, float least) : code(codes), scale(set8(factor)), minimum(set8(least)) {}
     F8 part(int d) const { return fma8(load_nibbles8(code + d / 2), scale, minimum); }
 };
 
@@ -40,7 +38,7 @@ template <class V>
 struct ValueRecord {
     const uint8_t* record;
     const ValueLayout& layout;
-    float scale[kRecordKeys], minimum[kRecordKeys];
+    float scale[kRecordKeys], minimum[kRecordKeys] = {};
 
     ValueRecord(const uint8_t* at, const ValueLayout& of) : record(at), layout(of) {
         for (int h = 0; h < kRecordKeys; h += 8) {
@@ -48,7 +46,7 @@ struct ValueRecord {
             if (V::kBits == 4) store8(minimum + h, load8(reinterpret_cast<const uint16_t*>(at + of.minimum) + h));
         }
     }
-    V at(int j) const { return V(record, layout, scale, minimum, j); }
+    V at(int j) const { return V(record + j * layout.code_bytes, scale[j], minimum[j]); }
 };
 
 inline const uint8_t* record_at(const SpanTask& t, const void* base, int j, int bytes) {
