@@ -98,7 +98,6 @@ def test_turns(model: Path, files: tuple[Path, Path], tmp_path: Path):
     assert (
         by["compact-int4", 2048] < by["compact-int8", 2048] < by["compact-int8", 1024] < by["float16", 1024]
     )
-    assert len(section["host"]["goals"]) == 4
     assert history_report.draw(result, tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 0
     assert any("first token after" in line for line in history_report.lines({"turns": section}))
@@ -126,6 +125,12 @@ def load(model: Path):
     from octavo.engine import build
 
     return build.load(open_checkpoint(model), EngineConfig(model=str(model), num_threads=1))
+
+
+def test_host(model: Path, files: tuple[Path, Path]):
+    result = run(settings(model, files, "host"))
+    assert {row["tokens"] for row in result["host"]["rows"]} == {1024, 2048}
+    assert len(history_report.lines(result)) == len(result["host"]["goals"]) == 4
 
 
 def test_the_host_hashes_a_history_and_the_rest_is_apart(model: Path):
@@ -213,7 +218,7 @@ def test_the_command_refuses_what_it_cannot_do(
 ):
     command = ["bench", "history", "--data", str(files[0]), "--out", str(tmp_path)]
     assert exit_code([*command, "--sections", "turns,naps"]) == 2
-    assert "'naps' is not a section; these are: turns, quality, restart" in capsys.readouterr().err
+    assert "'naps' is not a section; these are: memory, host, turns, quality" in capsys.readouterr().err
     (tmp_path / "history.json").write_text("[]")
     assert exit_code([*command, "--sections", "kills"]) == 1
     assert "is no result of bench history" in capsys.readouterr().err

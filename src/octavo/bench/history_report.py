@@ -11,6 +11,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     made: list[str] = []
     if "memory" in result:
         made += _memory(result["memory"])
+    if "host" in result:
+        made += _goals(result["host"]["goals"])
     if "turns" in result:
         made += _turns(result["turns"])
     if "quality" in result:
@@ -74,7 +76,7 @@ def _turns(section: dict[str, Any]) -> list[str]:
                 f"{row['bytes_per_token']:.0f} bytes a token"
             )
         made += [f"{name}: not measured: {why}" for name, why in found["missing"].items()]
-    return made + _goals(section["host"]["goals"])
+    return made
 
 
 def _quality(section: dict[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from octavo.engine.resources import usable_cpus
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
 
-SECTIONS = ("memory", "turns", "quality", "restart", "kills", "pressure")
+SECTIONS = ("memory", "host", "turns", "quality", "restart", "kills", "pressure")
 
 Section = dict[str, Any]
 
@@ -137,17 +137,19 @@ def _memory(
     return section
 
 
+def _host(
+    settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
+) -> Section:
+    tokenizer = build.read_tokenizer(open_checkpoint(hub.resolve(settings.model)))
+    text = settings.text.read_text(encoding="utf-8")
+    return {"text": settings.text.name, **history_host.measure(settings.turns.lengths, tokenizer, text)}
+
+
 def _turns(
     settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
 ) -> Section:
     turns, threads, loaded = settings.turns, settings.threads, _load(settings)
-    text = settings.text.read_text(encoding="utf-8")
-    section: Section = {
-        "data": settings.data.name,
-        "settings": asdict(turns) | {"threads": threads},
-        "host": history_host.measure(turns.lengths, loaded.tokenizer, text),
-    }
-    save(section)
+    section: Section = {"data": settings.data.name, "settings": asdict(turns) | {"threads": threads}}
     chats = history.dialogues(history.read_texts(settings.data), loaded.tokenizer, turns.lengths)
     histories = [
         history_turns.History.of(chat.messages, tokens, loaded.tokenizer)
@@ -226,6 +228,7 @@ def _pressure(
 
 _RUN: dict[str, Callable[[Settings, Section, Callable[[str], None], Callable[[Section], None]], Section]] = {
     "memory": _memory,
+    "host": _host,
     "turns": _turns,
     "quality": _quality,
     "restart": _restart,

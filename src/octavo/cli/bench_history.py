@@ -38,11 +38,11 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
         str,
         typer.Option(
             metavar="NAMES",
-            help="Which to run: memory, turns, quality, restart, kills, pressure; separated by commas.",
+            help="Which to run: memory, host, turns, quality, restart, kills, pressure.",
         ),
-    ] = "memory,turns,restart",
+    ] = "memory,host,turns,restart",
     lengths: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="memory, turns, quality: tokens of a dialogue or a text.")
+        str, typer.Option(metavar="NUMBERS", help="All but the last three: tokens of a dialogue or a text.")
     ] = "2048,4096,8192",
     long: Annotated[
         str, typer.Option(metavar="NUMBERS", help="turns: tokens over a random model; none for not.")
@@ -61,11 +61,11 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
 ) -> None:
     """Long dialogues: what their history takes and costs, and that it outlives the process.
 
-    memory: how many conversations a pool holds with exact and compact history. turns: the time of the next
-    turn. quality: perplexity and a sentence to be found again. restart: the next turn after kill -9, from
-    disk and computed again. kills: a server that is killed while it writes. pressure: a pool that holds a
-    quarter of the live history. The last three run a server with --history, --kv-dtype and, but for
-    pressure, --kv-cache-memory.
+    memory: how many conversations a pool holds with exact and compact history. host: the work of a turn
+    beside the model. turns: the time of the next turn. quality: perplexity and a sentence to be found again.
+    restart: the next turn after kill -9, from disk and computed again. kills: a server that is killed while
+    it writes. pressure: a pool that holds a quarter of the live history. The last three run a server with
+    --history, --kv-dtype and, but for pressure, --kv-cache-memory.
     """
     from octavo.bench import history as bench
     from octavo.bench import history_pressure, history_quality, history_report, history_run
