@@ -340,6 +340,7 @@ def test_help_has_every_setting_in_its_group(here):
         "Limits",
         "Model",
         "KV",
+        "Compact",
         "Prefix",
         "Scheduling",
         "Top-k",
