@@ -86,10 +86,15 @@ class AttentionPlan:
 
 def weight_formats() -> list[tuple[str, int, int, bool]]: ...
 
+class WeightMemory:
+    """Huge pages that the weights of one model share, one after the other; held by each of them."""
+
+    def __init__(self) -> None: ...
+
 class PackedWeight:
     """A weight [outputs, inputs] in its stored bits, in the kernels' order; see ``csrc/linear.h``."""
 
-    def __init__(self, type: str, outputs: int, inputs: int) -> None: ...
+    def __init__(self, type: str, outputs: int, inputs: int, memory: WeightMemory) -> None: ...
     @property
     def type(self) -> str: ...
     @property

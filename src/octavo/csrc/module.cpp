@@ -160,13 +160,15 @@ NB_MODULE(_native, m) {
         return formats;
     });
 
+    nb::class_<WeightMemory>(m, "WeightMemory").def(nb::init<>());
+
     nb::class_<PackedWeight>(m, "PackedWeight")
         .def(
             "__init__",
-            [](PackedWeight* self, const std::string& type, int64_t outputs, int64_t inputs) {
-                new (self) PackedWeight(weight_type(type), outputs, inputs);
+            [](PackedWeight* self, const std::string& type, int64_t outputs, int64_t inputs, WeightMemory& memory) {
+                new (self) PackedWeight(weight_type(type), outputs, inputs, memory);
             },
-            "type"_a, "outputs"_a, "inputs"_a)
+            "type"_a, "outputs"_a, "inputs"_a, "memory"_a)
         .def_prop_ro("outputs", &PackedWeight::outputs)
         .def_prop_ro("inputs", &PackedWeight::inputs)
         .def_prop_ro("bytes", &PackedWeight::bytes)
