@@ -21,7 +21,7 @@ from octavo.cli.bench_output import (
     reporter,
     write_json,
 )
-from octavo.cli.errors import CommandError, plainly
+from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -73,8 +73,9 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
     from octavo.engine.resources import usable_cpus
 
     written = out / "history.json"
-    with plainly(), sigterm_unwinds():
+    with plainly(USAGE):
         history_run.check_sections(chosen := tuple(names(sections)))
+    with plainly(), sigterm_unwinds():
         server = (f"--threads={threads or usable_cpus()}",)
         kept = (f"--kv-cache-memory={kv_cache_memory}", f"--kv-dtype={kv_dtype}", f"--history={history}")
         sizes = numbers(lengths)
