@@ -33,7 +33,7 @@ class PagedBatch:
     def num_tokens(self) -> int: ...
 
 class CompactLayer:
-    def __init__(self, *, key: int, value: int, num_blocks: int, value_bits: int) -> None: ...
+    def __init__(self, *, planes: list[int], num_blocks: int, value_bits: int) -> None: ...
 
 def value_record_bytes(head_dim: int, value_bits: int) -> int: ...
 def seal_compact(
@@ -86,10 +86,15 @@ class AttentionPlan:
 
 def weight_formats() -> list[tuple[str, int, int, bool]]: ...
 
+class WeightMemory:
+    """Huge pages that the weights of one model share, one after the other; held by each of them."""
+
+    def __init__(self) -> None: ...
+
 class PackedWeight:
     """A weight [outputs, inputs] in its stored bits, in the kernels' order; see ``csrc/linear.h``."""
 
-    def __init__(self, type: str, outputs: int, inputs: int) -> None: ...
+    def __init__(self, type: str, outputs: int, inputs: int, memory: WeightMemory) -> None: ...
     @property
     def type(self) -> str: ...
     @property
@@ -312,6 +317,7 @@ class TopkPlan:
         report: int,
         position: int,
         dropped: int,
+        compact: CompactLayer,
     ) -> None: ...
 
 RECORD_KEYS: int

@@ -81,6 +81,12 @@ class Paged:
 
 def build(case: Case, placement: int = 0, pad: float = float("nan")) -> Paged:
     """Page ``case``. ``placement`` seeds where blocks lie; ``pad`` fills every slot that is not used."""
+    stored = build_stored(case, placement, pad)
+    return stored if case.history_window is None else with_history(stored, placement, pad)
+
+
+def build_stored(case: Case, placement: int = 0, pad: float = float("nan")) -> Paged:
+    """As :func:`build`, with everything read as stored."""
     bs = case.block_size
     counts = [-(-n // bs) for _, n in case.seqs]
     num_blocks = sum(counts) + 3
@@ -101,17 +107,16 @@ def build(case: Case, placement: int = 0, pad: float = float("nan")) -> Paged:
     starts = torch.tensor([0] + [q_len for q_len, _ in case.seqs]).cumsum(0).int()
     seq_lens = torch.tensor([n for _, n in case.seqs], dtype=torch.int32)
     kv = api.KVLayer(key, value, case.scale, case.window)
-    paged = Paged(case, torch.cat(rows), kv, api.AttentionMeta(table, seq_lens, starts))
-    return paged if case.history_window is None else _with_history(paged, placement, pad)
+    return Paged(case, torch.cat(rows), kv, api.AttentionMeta(table, seq_lens, starts))
 
 
-def _with_history(paged: Paged, placement: int, pad: float) -> Paged:
+def with_history(paged: Paged, placement: int = 0, pad: float = float("nan")) -> Paged:
     """The same step with its compact blocks made, and the blocks that nobody reads as stored gone."""
     case, kv, table = paged.case, paged.kv, paged.meta.block_table.clone()
     counts = [case.compact_blocks(n - 1) for _, n in case.seqs]
     num_compact = sum(counts) + 2
     order = torch.randperm(num_compact, generator=torch.Generator().manual_seed(placement + 1)).tolist()
-    kv = kv._replace(compact=empty_compact(case, num_compact))
+    kv = kv._replace(compact=empty_compact(case, num_compact, planes=kv.planes is not None))
     compact_table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
     pairs = []
     for s, count in enumerate(counts):
@@ -121,7 +126,11 @@ def _with_history(paged: Paged, placement: int, pad: float) -> Paged:
     compact.seal(kv, torch.tensor(pairs, dtype=torch.int32).view(-1, 2), pool(1))
     for s, (q_len, n) in enumerate(case.seqs):
         for b in range(case.compact_blocks(n - q_len)):
-            kv.key[table[s, b]] = kv.value[table[s, b]] = pad
+            for gone in (kv.key, kv.value):
+                gone[table[s, b]] = pad
+            for plane in kv.planes or ():
+                if plane is not None:
+                    plane[table[s, b]] = 255 if plane.dtype == torch.uint8 else float("nan")
             table[s, b] = 0
     meta = paged.meta._replace(
         block_table=table, compact_table=compact_table, history_window=case.history_window
@@ -129,14 +138,17 @@ def _with_history(paged: Paged, placement: int, pad: float) -> Paged:
     return Paged(case, paged.q, kv, meta)
 
 
-def empty_compact(case: Case, num_compact: int) -> api.CompactKV:
-    """Compact blocks of a layer that hold NaN."""
+def empty_compact(case: Case, num_compact: int, *, planes: bool = False) -> api.CompactKV:
+    """Compact blocks of a layer that hold NaN; ``planes``: with means and bounds."""
     spans = (num_compact, case.num_kv_heads, case.block_size // compact.RECORD_KEYS)
     sizes = (
         compact.key_record_bytes(case.head_dim),
         compact.value_record_bytes(case.head_dim, case.value_bits),
     )
-    return api.CompactKV(*(torch.full((*spans, size), 255, dtype=torch.uint8) for size in sizes))
+    records = (torch.full((*spans, size), 255, dtype=torch.uint8) for size in sizes)
+    shapes = ((case.head_dim,), (2, case.head_dim)) if planes else ()
+    halves = (torch.full((*spans, *shape), float("nan"), dtype=torch.float16) for shape in shapes)
+    return api.CompactKV(*records, *halves)
 
 
 @functools.cache

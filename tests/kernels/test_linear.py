@@ -16,7 +16,7 @@ from rich.console import Console
 
 from octavo.bench.linear import bench_linear
 from octavo.kernels import native
-from octavo.kernels.linear import PackedLinear, StoredMatrix, weight_formats
+from octavo.kernels.linear import PackedLinear, StoredMatrix, WeightMemory, weight_formats
 from octavo.kernels.native import _native
 
 from .paged import pool
@@ -115,8 +115,27 @@ def test_neither_threads_nor_row_blocks_matter(kind: str) -> None:
     stored = random_matrix(kind, 150, 2560)
     x = torch.randn(110, 2560)
     want = torch.cat([layer_of(stored)(x[r : r + 1]) for r in range(110)])
-    for threads in (1, 2, 3):
-        assert torch.equal(bits(layer_of(stored, threads=threads)(x)), bits(want))
+    for threads in (1, 2, 3, 13):  # more threads than panels: some have none of their own
+        layer = layer_of(stored, threads=threads)
+        for rows in (1, 8, 110):
+            assert torch.equal(bits(layer(x[:rows])), bits(want[:rows]))
+
+
+def test_weights_of_one_memory_keep_apart_and_outlive_it() -> None:
+    """Packed one after the other, in sizes that fill huge pages and in sizes that do not."""
+    torch.manual_seed(0)
+    memory = WeightMemory()
+    parts = [random_matrix("f32", outputs, 512, seed=outputs) for outputs in (3, 2100, 16, 40, 17000, 5)]
+    layers = []
+    for part in parts:
+        layers.append(PackedLinear(512, {"w": part.outputs}, pool(2), memory=memory))
+        layers[-1].pack("w", part)
+    del memory
+    gone = layers.pop(1)
+    del gone
+    x = torch.randn(2, 512)
+    for layer, part in zip(layers, [parts[0], *parts[2:]], strict=True):
+        assert torch.equal(bits(layer(x)), bits(layer_of(part)(x)))
 
 
 def test_parts_of_different_types() -> None:
@@ -146,7 +165,7 @@ def test_rows_may_lie_apart_and_the_residual_may_be_the_result() -> None:
 def test_packing_in_pieces(kind: str) -> None:
     stored = random_matrix(kind, 53, 512)
     whole = layer_of(stored).weights[0]
-    pieces = _native.PackedWeight(kind, 53, 512)
+    pieces = _native.PackedWeight(kind, 53, 512, WeightMemory())
     row_bytes = stored.data.numel() // 53
     for first, last in ((0, 5), (5, 16), (16, 17), (17, 50), (50, 53)):
         pieces.pack_rows(stored.data.data_ptr() + first * row_bytes, first, last - first, pool(2))
@@ -160,7 +179,7 @@ def test_packing_in_pieces(kind: str) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 def test_packed_weights_keep_their_bits_per_weight(kind: str) -> None:
     form = weight_formats()[kind]
-    weight = _native.PackedWeight(kind, 64, 2048)
+    weight = _native.PackedWeight(kind, 64, 2048, WeightMemory())
     # Q4_K's scales of 6 bits take 8.
     spare = 4 / 144 if kind == "q4_k" else 0
     assert weight.bytes == 64 * 2048 // form.block_size * form.block_bytes * (1 + spare)
@@ -177,7 +196,7 @@ def test_packed_weights_keep_their_bits_per_weight(kind: str) -> None:
 )
 def test_a_weight_that_cannot_be(kind: str, outputs: int, inputs: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        _native.PackedWeight(kind, outputs, inputs)
+        _native.PackedWeight(kind, outputs, inputs, WeightMemory())
 
 
 def test_wrong_data_and_rows() -> None:
@@ -185,14 +204,18 @@ def test_wrong_data_and_rows() -> None:
         ValueError, match=r"a q4_1 matrix \[2, 64\] must be 80 contiguous bytes, got .* \[79\]"
     ):
         layer_of(StoredMatrix("q4_1", 2, 64, torch.zeros(79, dtype=torch.uint8)))
-    weight = _native.PackedWeight("f32", 4, 8)
+    weight = _native.PackedWeight("f32", 4, 8, WeightMemory())
     data = torch.zeros(64)
     with pytest.raises(ValueError, match="rows 2 to 5 do not lie in a weight of 4"):
         weight.pack_rows(data.data_ptr(), 2, 3, pool(1))
     with pytest.raises(ValueError, match="row 4 does not lie in a weight of 4"):
         weight.expand_row(4, data.data_ptr())
     odd = layer_of(random_matrix("f32", 4, 8))
-    odd._packed["0"], odd.parts["1"], odd._packed["1"] = weight, 4, _native.PackedWeight("f32", 4, 9)
+    odd._packed["0"], odd.parts["1"], odd._packed["1"] = (
+        weight,
+        4,
+        _native.PackedWeight("f32", 4, 9, WeightMemory()),
+    )
     with pytest.raises(ValueError, match="weights of one product must have the same inputs, got 8 and 9"):
         multiply(odd, torch.zeros(1, 8), "auto")
     with pytest.raises(ValueError, match="isa must be auto, avx512, avx2 or portable, got 'mmx'"):

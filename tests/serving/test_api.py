@@ -15,7 +15,7 @@ from octavo.serving.app import Access
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_h01_a_client_that_hangs_up_is_aborted_within_two_steps(make_server, stream):
-    model = Script("x" * 900, 5, delay=0.02)
+    model = Script("x" * 900, 5, delay=0.1)
     server = make_server(model=model, num_blocks=256)
     body = json.dumps({"prompt": "hello", "stream": stream}).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -30,8 +30,8 @@ def test_h01_a_client_that_hangs_up_is_aborted_within_two_steps(make_server, str
         until(lambda: server.stats.num_running == 1)
     closed_at = model.steps
     until(server.is_idle)
-    # The event loop has to hear of it: one step may be under way, one more may have begun.
-    assert model.steps - closed_at <= 3
+    # The step that was under way is counted already.
+    assert model.steps - closed_at <= 2
     assert server.parts.engine.metrics.finished == {"abort": 1}
     server.parts.scheduler.check_invariants()
 
@@ -187,8 +187,12 @@ def test_h06_a_key_is_asked_for_by_default(make_server):
         assert server.post(path, {}).status_code == 401
     assert server.http.delete("/v1/cache").status_code == 401
     assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+    assert server.http.options(CHAT).status_code == 401  # no preflight, as it names no origin
     preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"
     assert server.http.options(CHAT, headers=preflight).status_code == 200
+    elsewhere = server.http.options(CHAT, headers=preflight | {"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in elsewhere.headers
     for value in ("Bearer wrong", "Bearer", "secret", "Bearer secre", "Basic !!", "Bearer secret2"):
         assert server.http.get("/v1/models", headers={"Authorization": value}).status_code == 401, value
     basic = base64.b64encode(b"me:other").decode()
@@ -354,6 +358,55 @@ def test_h11_nan_in_one_request_fails_that_one(make_server):
     assert server.complete("x", max_tokens=1)["choices"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_h11_a_detokenizer_that_fails_costs_its_own_request(make_server, monkeypatch, stream):
+    from octavo.tokenizer import IncrementalDetokenizer
+
+    server = make_server(model=Script("abcZdef", 5), num_blocks=64)
+    fatal = server.post("/tokenize", {"prompt": "Z"}).json()["tokens"][0]
+    push = IncrementalDetokenizer.push
+
+    def broken(self, token, **settings):
+        if token == fatal:
+            raise RuntimeError("no text for this token")
+        return push(self, token, **settings)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", broken)
+    beside: list[str] = []
+    # Its fourth token is another one: the script starts at the prompt's end.
+    thread = threading.Thread(
+        target=lambda: beside.append(server.complete("hello", max_tokens=3)["choices"][0]["text"])
+    )
+    thread.start()
+    if stream:
+        chunks = chunks_of(server, COMPLETE, {"prompt": "hello"})
+        assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1]) == "abc"
+        error = json.loads(chunks[-1])["error"]
+    else:
+        error = server.refused(COMPLETE, {"prompt": "hello"}, 500)
+    thread.join()
+    assert "no text for this token" in error["message"]
+    assert beside == ["abc"]
+    until(server.is_idle)
+    server.parts.scheduler.check_invariants()
+
+
+#: What dashboards for vLLM ask for.
+SHARED_METRICS = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_preemptions_total",
+    "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count",
+    "e2e_request_latency_seconds_count",
+}
+
+
 def test_metrics_have_both_names_and_count(make_server):
     server = make_server()
     server.complete("hello there", max_tokens=5, ignore_eos=True)
@@ -362,6 +415,8 @@ def test_metrics_have_both_names_and_count(make_server):
     values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
     for prefix in ("octavo", "vllm"):
         label = '{model_name="tiny"}'
+        assert {f"{prefix}:{name}{label}" for name in SHARED_METRICS} <= set(values)
+        assert values[f"{prefix}:e2e_request_latency_seconds_count{label}"] == 2
         assert values[f"{prefix}:num_requests_running{label}"] == 0
         assert values[f"{prefix}:generation_tokens_total{label}"] == 10
         assert values[f"{prefix}:prompt_tokens_total{label}"] == 22
@@ -377,6 +432,16 @@ def test_cache_view_and_reset(make_server):
     view = server.http.get("/v1/cache").json()
     assert view["blocks"]["cached"] == sum(view["cached"]) > 3
     assert len(view["refs"]) == len(view["parent"]) == view["num_blocks"] == 64
+    # Two prompts that part after two blocks: one tree, whose root has no parent and whose trunk is shared.
+    server.complete("the quick red fox", max_tokens=2)
+    view = server.http.get("/v1/cache").json()
+    parents = [p for p, cached in zip(view["parent"], view["cached"], strict=True) if cached]
+    assert parents.count(-1) == 1
+    assert all(view["cached"][parent] for parent in parents if parent >= 0)
+    assert max(parents.count(parent) for parent in parents if parent >= 0) == 2
+    assert all(p == -1 for p, cached in zip(view["parent"], view["cached"], strict=True) if not cached)
+    assert view["prefix_cache"]["queries"] == 19 + 17
+    assert view["prefix_cache"]["hits"] == len("the quick ")
     assert server.http.delete("/v1/cache").status_code == 200
     view = server.http.get("/v1/cache").json()
     assert view["blocks"] == {"free": 64, "cached": 0, "used": 0}

@@ -7,7 +7,8 @@ import math
 import threading
 
 import pytest
-from http_server import CHAT, COMPLETE, Script, chunks_of, of, parsed, until
+import torch
+from http_server import CHAT, COMPLETE, Script, chunks_of, engine_fixtures, of, parsed, until
 
 # ---- S: admission
 
@@ -82,6 +83,7 @@ def test_p04_the_second_turn_reuses_the_first(make_server):
         ({"logprobs": 101}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
@@ -102,6 +104,18 @@ def test_a01_a04_a10_t03_a_bad_value_names_its_field(server, fields, param):
     error = server.refused(COMPLETE, {"prompt": "x", **fields}, 400)
     assert error["param"] == param, error
     assert param.split("[")[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 999999}, ["temperature", "100", "999999"]),
+        ({"top_p": -1}, ["top_p", "0", "1", "-1"]),
+        ({"logprobs": 10**6}, ["logprobs", "100", "1000000"]),
+    ],
+)
+def test_a01_a04_an_absurd_value_is_told_its_range(server, fields, words):
+    server.refused(COMPLETE, {"prompt": "x", **fields}, 400, *words)
 
 
 def test_a01_a_tiny_temperature_is_greedy(server):
@@ -133,16 +147,45 @@ def test_a03_a_large_top_k_is_no_limit(server, top_k):
     assert server.complete("k", **body, top_k=top_k)["choices"] == server.complete("k", **body)["choices"]
 
 
-def test_a05_log_probabilities_are_finite_json(server):
-    body = {"max_tokens": 3, "logit_bias": {"5": -1e9}, "logprobs": 100, "temperature": 0}
-    text = server.post(COMPLETE, {"prompt": "x", **body}).text
-    for best in json.loads(text)["choices"][0]["logprobs"]["top_logprobs"]:
-        assert all(math.isfinite(value) for value in best.values())
+class OnlyTwo(engine_fixtures.TinyModel):
+    """Gives minus infinity to all tokens but two."""
+
+    def __init__(self, *tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def logits(self, hidden, rows):
+        out = torch.full((len(rows), engine_fixtures.HEAD_WIDTH), -math.inf)
+        for place, token in enumerate(self.tokens):
+            out[:, token] = -float(place)
+        return out
+
+
+def test_a05_log_probabilities_are_finite_json(make_server, server):
+    two = server.post("/tokenize", {"prompt": "ab"}).json()["tokens"]
+    own = make_server(model=OnlyTwo(*two), num_blocks=64)
+    body = {"max_tokens": 3, "logprobs": 100, "temperature": 0, "ignore_eos": True}
+    response = own.post(COMPLETE, {"prompt": "x", **body})
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    answer = json.loads(response.text, parse_constant=refuse)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "aaa"
+    for best in choice["logprobs"]["top_logprobs"]:
+        assert best["a"] == pytest.approx(-math.log1p(math.exp(-1)))
+        assert len(best) > 2
+        assert all(-1e5 < value <= 0 for value in best.values())
 
 
 def test_a06_ids_past_the_tokenizer_are_never_sampled(server):
-    answer = server.complete("wide", max_tokens=200, temperature=100.0, seed=3, ignore_eos=True, logprobs=0)
-    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 200
+    body = {"max_tokens": 200, "temperature": 100.0, "seed": 3, "ignore_eos": True, "n": 2}
+    answer = server.complete("wide", **body, return_token_ids=True)
+    ids = [token for choice in answer["choices"] for token in choice["token_ids"]]
+    assert len(ids) == 400
+    # The head has five more; at this temperature each would come with one part in 264.
+    assert max(ids) < engine_fixtures.VOCAB < engine_fixtures.HEAD_WIDTH
 
 
 def test_a08_a09_end_tokens(make_server):
@@ -183,8 +226,21 @@ def test_a11_n_with_a_seed(server):
             texts[choice["index"]] += choice["text"]
     assert texts == [choice["text"] for choice in one["choices"]]
     assert sum(c["choices"][0]["finish_reason"] is not None for c in chunks) == 4
-    # The prompt is computed once, and every choice's own blocks follow it.
     assert one["usage"]["prompt_tokens"] == 7
+
+
+def test_a11_choices_share_the_blocks_of_their_prompt(make_server):
+    server = make_server(model=Script("y" * 200, 14, delay=0.01), num_blocks=256)
+    body = {"prompt": "fourteen bytes", "n": 4, "stream": True}
+    with server.http.stream("POST", COMPLETE, json=body) as response:
+        lines = response.iter_lines()  # kept: its end would close the connection
+        next(lines)
+        until(lambda: server.stats.num_running == 4)
+        view = server.http.get("/v1/cache").json()
+    # Three whole blocks of four tokens, in the tables of all; what follows is each one's own.
+    assert sorted(view["refs"], reverse=True)[:4] == [4, 4, 4, 1]
+    assert view["tokens"]["computed"] < 2 * 14 + view["tokens"]["generated"]
+    until(server.is_idle)
 
 
 def test_a12_a_seed_decides_alone_or_in_company(server):

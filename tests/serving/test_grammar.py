@@ -70,6 +70,32 @@ def test_a_schema_in_company_and_alone_gives_the_same(make_server):
     assert results == [alone]
 
 
+def test_masks_are_computed_beside_the_forward_pass(make_server, monkeypatch):
+    """A token's mask is begun, in a thread of its own, before the pass whose logits it is for has ended."""
+    from octavo.serving import grammar
+
+    happened: list[str] = []
+    next_mask = grammar._next_mask
+
+    def noted(*args):
+        happened.append(threading.current_thread().name.partition("_")[0])
+        return next_mask(*args)
+
+    class Slow(Script):
+        def forward(self, *args):
+            hidden = super().forward(*args)
+            happened.append("pass")
+            return hidden
+
+    monkeypatch.setattr(grammar, "_next_mask", noted)
+    server = make_server(model=Slow("", 0, delay=0.03), num_blocks=64)
+    server.complete("x", response_format=schema({"const": "abcdef"}), max_tokens=50)
+    passes = [place for place, what in enumerate(happened) if what == "pass"]
+    assert len(passes) >= len('"abcdef"')
+    for number, place in enumerate(passes[1:], 2):
+        assert happened[:place].count("octavo-grammar") >= number, happened
+
+
 def test_several_prompts_have_a_grammar_each(server):
     answer = server.complete(["a", "bb"], response_format=schema(), max_tokens=200, seed=1)
     assert all(json.loads(choice["text"])["name"] for choice in answer["choices"])
@@ -179,6 +205,20 @@ def with_tools(make_server, tokenizer):
         return server
 
     return make
+
+
+def test_a_forced_call_in_a_stream_is_the_same_call(with_tools):
+    server = with_tools()
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "seed": 3, "max_tokens": 200}
+    (call,) = server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    with server.http.stream("POST", CHAT, json=body | {"stream": True}) as response:
+        found = [json.loads(event)["choices"][0] for event in events(response) if event != "[DONE]"]
+    deltas = [choice["delta"] for choice in found]
+    assert not any(delta.get("content") for delta in deltas)
+    (streamed,) = [each for delta in deltas for each in delta.get("tool_calls", ())]
+    assert streamed["index"] == 0
+    assert streamed["function"] == call["function"]
+    assert found[-1]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -205,6 +205,22 @@ def test_a_client_that_hangs_up_in_its_own_body_is_no_fault_of_ours(server, capl
     assert "Traceback" not in caplog.text
 
 
+def test_as_many_connections_as_allowed_are_served_and_one_more_is_told_503(make_server):
+    server = make_server(options={"max_connections": 2})
+    server.http.close()  # the one that it opened to see that the server is there
+    until(lambda: not server.server.server_state.connections)
+    with connect(server) as first, connect(server) as second:
+        assert answer_to(first, ALIVE)[0] == answer_to(second, ALIVE)[0] == 200
+        with connect(server) as third:
+            third.sendall(ALIVE)
+            assert third.recv(4096).startswith(b"HTTP/1.1 503")
+        until(lambda: len(server.server.server_state.connections) == 2)
+        assert answer_to(second, ALIVE)[0] == 200
+    with connect(server) as again:
+        until(lambda: len(server.server.server_state.connections) == 1)
+        assert answer_to(again, ALIVE)[0] == 200
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_log_probabilities_are_written_beside_the_event_loop(make_server, monkeypatch, stream):
     """Those of a long prompt take a second, in which the loop must answer others."""
@@ -222,3 +238,26 @@ def test_log_probabilities_are_written_beside_the_event_loop(make_server, monkey
     assert make_server().post(COMPLETE, body).status_code == 200
     assert threads
     assert all(name.startswith("octavo-tokenizer") for name in threads), threads
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "work"),
+    [
+        (COMPLETE, {"prompt": "x", "max_tokens": 1}, "encode_prompt"),
+        (CHAT, {"messages": of("x"), "max_tokens": 1}, "encode_chat"),
+        ("/tokenize", {"messages": of("x")}, "encode_chat"),
+    ],
+)
+def test_text_is_tokenized_beside_the_event_loop(server, monkeypatch, path, body, work):
+    from octavo.serving import inputs
+
+    threads = []
+    real = getattr(inputs, work)
+
+    def noted(*args, **settings):
+        threads.append(threading.current_thread().name)
+        return real(*args, **settings)
+
+    monkeypatch.setattr(inputs, work, noted)
+    assert server.post(path, body).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["octavo-tokenizer"]

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import pytest
 from http_server import Script, until
 
+from octavo.serving.app import Access
+
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -33,16 +35,21 @@ def slow_server(make_server):
 
 @pytest.fixture
 def page(browser, slow_server) -> Iterator[object]:
-    made = browser.new_page(viewport={"width": 1200, "height": 800})
+    yield from open_page(browser, slow_server)
+
+
+def open_page(browser, server, **context) -> Iterator[object]:
+    """The page; in the end it has said no error, asked nobody else, and left its server idle."""
+    made = browser.new_page(viewport={"width": 1200, "height": 800}, **context)
     said: list[str] = []
     made.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
     made.on("pageerror", lambda error: said.append(str(error)))
     made.on("request", lambda request: said.append(request.url) if "127.0.0.1" not in request.url else None)
-    made.goto(slow_server.url)
+    made.goto(server.url)
     yield made
     made.close()
     assert said == []
-    until(slow_server.is_idle)
+    until(server.is_idle)
 
 
 def send(page, text: str) -> None:
@@ -108,6 +115,30 @@ def test_two_chats_share_the_blocks_of_their_system_prompt(page, slow_server, tm
     sync_api.expect(answer(page)).to_contain_text("stopped")
 
 
+def test_what_a_mouse_points_at_stays_while_answers_grow(page):
+    send(page, "one")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    page.evaluate(
+        """() => {
+            window.kept = [...document.querySelectorAll('[role=tab], #new, .message, .message.user .text')];
+            getSelection().selectAllChildren(document.querySelector('.message.user .text'));
+        }"""
+    )
+    before = len(answer(page).inner_text())
+    comes(page, f"document.querySelector('.message.assistant').innerText.length > {before + 6}")
+    assert page.evaluate("window.kept.length == 5 && window.kept.every((element) => element.isConnected)")
+    assert page.evaluate("getSelection().toString()") == "one"
+    page.click("#new", timeout=5000)
+    send(page, "two")
+    sync_api.expect(answer(page)).to_contain_text("la")
+    page.click("[role=tab] >> nth=0", timeout=5000)
+    sync_api.expect(page.locator(".message.user")).to_have_text("one")
+    page.click("#stop")
+    page.click("[role=tab] >> nth=1")
+    page.click("#stop")
+    sync_api.expect(answer(page)).to_contain_text("stopped")
+
+
 def test_an_error_is_shown_in_words(page):
     # Played by the test: the browser itself would report a real refusal as an error of the console.
     page.route(
@@ -138,10 +169,17 @@ def test_what_the_last_answer_read_is_drawn(page):
 
     page.route("**/v1/chat/completions", play)
     assert page.locator("#reads-figure").is_hidden()
+    page.click("#settings summary")
+    page.fill("#temperature", "0.5")
+    page.fill("#top-k", "7")
+    page.fill("#attn-topk", "64")
+    page.fill("#system", SYSTEM)
     send(page, "hello")
     sync_api.expect(page.locator("#reads-text")).to_contain_text("25.0% of the keys")
     assert "0 of 4 spans of 16 by nobody" in page.inner_text("#reads-text")
-    assert asked[0]["attn_explain"] is True
+    sent = {name: asked[0][name] for name in ("attn_explain", "attn_topk", "temperature", "top_k")}
+    assert sent == {"attn_explain": True, "attn_topk": 64, "temperature": 0.5, "top_k": 7}
+    assert [message["role"] for message in asked[0]["messages"]] == ["system", "user"]
     painted = page.evaluate(
         """() => {
             const canvas = document.querySelector('#reads');
@@ -155,6 +193,41 @@ def test_what_the_last_answer_read_is_drawn(page):
     assert page.locator("#reads-figure").is_hidden()
     page.keyboard.press("Alt+1")
     assert page.locator("#reads-figure").is_visible()
+    page.fill("#attn-topk", "")
+    send(page, "as served")
+    comes(page, "document.querySelectorAll('.message.assistant').length == 2")
+    assert "attn_topk" not in asked[1]
+
+
+def test_what_a_real_answer_read_is_drawn(browser, topk_server):
+    """As it comes from top-k attention itself; dense attention, asked for in a chat, has nothing."""
+    opened = open_page(browser, topk_server)
+    page = next(opened)
+    page.click("#settings summary")
+    page.fill("#max-tokens", "3")
+    send(page, "a tale of whales " * 12)
+    sync_api.expect(page.locator("#reads-text")).to_contain_text("2 layers upwards")
+    assert re.search(r"Kept [1-9][\d.]*% of the keys", page.inner_text("#reads-text"))
+    page.fill("#attn-topk", "0")
+    send(page, "more")
+    sync_api.expect(page.locator("#reads-figure")).to_be_hidden()
+    sync_api.expect(answer(page)).to_contain_text("3 tokens")
+    next(opened, None)
+
+
+def test_with_an_api_key_the_browser_asks_for_it_as_a_password(browser, make_server):
+    model = Script("la " * 40, 0)
+    server = make_server(model=model, access=Access(api_keys=("secret",)), num_blocks=64)
+    # Nobody is there to answer, so the browser gives up: it did ask.
+    with browser.new_page() as stranger, pytest.raises(sync_api.Error, match="AUTH_CREDENTIALS"):
+        stranger.goto(server.url)
+    opened = open_page(browser, server, http_credentials={"username": "me", "password": "secret"})
+    page = next(opened)
+    sync_api.expect(page.locator("#model")).to_contain_text("tiny")
+    sync_api.expect(page.locator("#sheet-text")).to_contain_text("64 blocks of 4 tokens")
+    send(page, "hello")
+    sync_api.expect(answer(page)).to_contain_text("prompt tokens cached")
+    next(opened, None)
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

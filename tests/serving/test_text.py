@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from http_server import CHAT, Running, engine_fixtures, of
+from http_server import CHAT, COMPLETE, Running, Script, engine_fixtures, events, of
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -16,7 +17,11 @@ from octavo.serving.server import ServerOptions
 from octavo.tokenizer import Tokenizer, TokenizerError
 
 TEXTS = ["Hello world! Café déjà vu — 123 😊", "x =  5", "he hello\n\n  hello ", ""]
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'critic' %}{{ raise_exception('a critic has no place here') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +83,47 @@ def test_t05_a_template_that_begins_with_bos_gives_one(merged, folder):
         assert merged.post("/tokenize", body).json()["tokens"].count(bos) == 1
     used = merged.post(CHAT, {"messages": of("hello"), "max_tokens": 1}).json()["usage"]
     assert used["prompt_tokens"] == len(ids)
+
+
+def test_t06_a_role_that_the_template_refuses_gets_the_template_s_reason(merged):
+    messages = [*of("hello"), {"role": "critic", "content": "boo"}]
+    error = merged.refused(CHAT, {"messages": messages}, 400, "a critic has no place here")
+    assert error["param"] == "messages"
+    assert merged.post(CHAT, {"messages": of("hello"), "max_tokens": 1}).status_code == 200
+
+
+class Gated(Script):
+    """Puts out a text, and stands before the token at ``place`` of it until ``gate`` opens."""
+
+    def __init__(self, text: str, prompt_length: int, place: int) -> None:
+        super().__init__(text, prompt_length)
+        self.last, self.gate = prompt_length + place - 1, threading.Event()
+
+    def forward(self, batch, kv_cache, attention):
+        if int(batch.positions.max()) == self.last:
+            assert self.gate.wait(20)
+        return super().forward(batch, kv_cache, attention)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one two STO? three", "STOP", "one two "),  # the tail could still become the stop string
+        ("one two STO? three", "XTOP", "one two STO"),  # it could not
+    ],
+)
+def test_t02_only_what_could_become_a_stop_is_held_back(make_server, text, stop, shown):
+    model = Gated(text, 5, text.index("?"))
+    server = make_server(model=model, num_blocks=64)
+    body = {"prompt": "hello", "stop": stop, "stream": True}
+    with server.http.stream("POST", COMPLETE, json=body) as response:
+        chunks, got = events(response), ""
+        while len(got) < len(shown):
+            got += json.loads(next(chunks))["choices"][0]["text"]
+        assert got == shown
+        model.gate.set()
+        rest = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks if chunk != "[DONE]"]
+    assert got + "".join(rest) == text
 
 
 class TwoFavourites(engine_fixtures.TinyModel):

@@ -2,26 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-
-import pytest
 from http_server import CHAT, Running, chunks_of, parsed
-from tiny_checkpoint import write_tiny_model
-
-from octavo import LLM
-from octavo.serving.server import ServerOptions
-
-
-@pytest.fixture(scope="module")
-def topk_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(path, 2)
-    llm = LLM(str(path), attn_topk=32, num_blocks=64, num_threads=1)
-    running = Running(SimpleNamespace(engine=llm.engine), ServerOptions(models=("tiny",)))
-    yield running
-    running.close()
-
 
 ASK = {"messages": [{"role": "user", "content": "a tale of whales " * 12}], "max_tokens": 3, "temperature": 0}
 

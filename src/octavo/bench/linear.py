@@ -24,7 +24,7 @@ from rich.table import Table
 
 from octavo.bench.machine import machine, torch_threads, versions
 from octavo.kernels import native
-from octavo.kernels.linear import PackedLinear, StoredMatrix, int8_types, weight_formats
+from octavo.kernels.linear import PackedLinear, StoredMatrix, WeightMemory, int8_types, weight_formats
 from octavo.kernels.native import ThreadPool
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -107,13 +107,13 @@ def stored(kind: str, outputs: int, inputs: int) -> StoredMatrix:
 
 def native_layers(model: Model, kind: str, pool: ThreadPool, isa: str) -> list[PackedLinear]:
     """Every layer of the model in memory of its own, in the order in which they are called."""
-    layers = []
+    layers, memory = [], WeightMemory()
     kind, _, activations = kind.partition("/")
     for shape in model.shapes:
         matrices = {str(i): stored(kind, outputs, shape.inputs) for i, outputs in enumerate(shape.parts)}
         for _ in range(shape.count):
             sizes = {name: matrix.outputs for name, matrix in matrices.items()}
-            layer = PackedLinear(shape.inputs, sizes, pool, isa, int8=activations == "int8")
+            layer = PackedLinear(shape.inputs, sizes, pool, isa, int8=activations == "int8", memory=memory)
             for name, matrix in matrices.items():
                 layer.pack(name, matrix)
             layers.append(layer)

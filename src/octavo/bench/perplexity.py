@@ -38,7 +38,7 @@ def run(
     "q8_0/int8" is q8_0 with activations in int8. ``options`` go to LLM. Raises ValueError for a text of less
     than one window, or weights that the model cannot be kept in.
     """
-    ways = {name: _way(name) for name in weights}
+    ways = {name: way(name) for name in weights}
     found: dict[str, dict[str, Any]] = {}
     for name, (kept, activations) in ways.items():
         llm = LLM(
@@ -71,7 +71,7 @@ def run(
     }
 
 
-def _way(name: str) -> tuple[str, str]:
+def way(name: str) -> tuple[str, str]:
     """Weights and activations. Raises ValueError for a name of neither form."""
     kept, slash, activations = name.partition("/")
     if kept not in WEIGHTS or (slash and activations != "int8"):

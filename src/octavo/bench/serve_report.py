@@ -90,6 +90,7 @@ def plot(result: dict[str, Any], path: Path) -> bool:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     names = [name for name in LOADS if name in result]
     if not names:
@@ -105,6 +106,10 @@ def plot(result: dict[str, Any], path: Path) -> bool:
             for p in ("p50", "p95", "p99"):
                 axes[line][column].plot(xs, [row[key][p] for row in rows], marker="o", label=p)
             axes[line][column].set_yscale("log")
+            axes[line][column].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[line][column].yaxis.set_major_formatter("{x:g}")
+            axes[line][column].yaxis.set_minor_formatter(NullFormatter())
+            axes[line][column].grid(axis="y", alpha=0.3)
             axes[line][column].set_ylabel(label)
         last = axes[2][column]
         last.plot(xs, [row["output_tokens_per_s"] for row in rows], marker="o", color="black")
@@ -115,7 +120,8 @@ def plot(result: dict[str, Any], path: Path) -> bool:
             label = key.replace("_per_s", "/s").replace("_", " ")
             turns.plot(xs, [row[key] for row in rows], marker, label=label)
         turns.set_ylim(bottom=0)
-        turns.legend(loc="lower right", fontsize=8)
+        turns.set_ylabel("turns/s")
+        turns.legend(fontsize=8)
         last.set_xlabel(LOADS[name])
     axes[0][0].legend(fontsize=8)
     figure.suptitle(f"octavo serve, {result['model']}")

@@ -89,6 +89,8 @@ class KVCache:
                 _lazy_zeros((*planed, head_dim), torch.float16) if planes.layers and planes.tail else None,
                 _lazy_zeros((*planed, 2, head_dim), torch.float16) if planes.layers and planes.fast else None,
             )
+        planed_as = {layer: i for i, layer in enumerate(planes.layers)}
+        self._layer_compact = [self._compact_of(i, planed_as.get(i)) for i in range(num_layers)]
         self._compact_parts = [part for part in self.compact or () if part is not None]
         self.compact_block_bytes = sum(part[:, 0].nbytes for part in self._compact_parts)
 
@@ -112,10 +114,13 @@ class KVCache:
 
     def layer_compact(self, index: int) -> CompactKV | None:
         """The compact blocks of one layer, or None."""
+        return self._layer_compact[index]
+
+    def _compact_of(self, index: int, own: int | None) -> CompactKV | None:
+        """Of layer ``index``, which has the planes number ``own``, if any."""
         if self.compact is None:
             return None
         key, value, mean_value, bounds = self.compact
-        own = self._plane_index.get(index)
         return CompactKV(
             key[index],
             value[index],

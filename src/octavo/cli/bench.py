@@ -97,6 +97,43 @@ def linear(
         )
 
 
+@app.command("step")
+def step(
+    model: opt.Model = DEFAULT_MODEL,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Ways of keeping the weights, by commas; auto/int8 has activations in int8 too.",
+        ),
+    ] = "auto,auto/int8,float16,float32",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 64,
+    out: Out = RESULTS,
+    threads: opt.Threads = None,
+) -> None:
+    """What a step of one stream spends in linear layers, in attention, and outside both.
+
+    Needs a checkpoint of float weights for q8_0 and q4_1, such as a folder of safetensors.
+    """
+    from octavo.bench import step as bench
+    from octavo.engine.resources import usable_cpus
+
+    with plainly():
+        out.mkdir(parents=True, exist_ok=True)
+        result = bench.run(
+            model,
+            names(weights),
+            context=context,
+            steps=steps,
+            threads=threads or usable_cpus(),
+            report=reporter(),
+        )
+        write_json(out / "step.json", {"command": command_line()} | result)
+    console().print(bench.table(result))
+    print(f"written: {out / 'step.json'}")
+
+
 @app.command("scaling")
 def scaling(
     model: opt.Model = DEFAULT_MODEL,

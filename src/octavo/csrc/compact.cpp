@@ -28,14 +28,18 @@ uint16_t half_down(float x, const Isa& isa) {
 
 double rounded(double x, double least, double most) { return std::clamp((x + kRoundTo) - kRoundTo, least, most); }
 
-// Where the record says that a key cannot be approximated, its scale says so too. False where no key can be.
+// Where the record says that a key cannot be approximated, its scale says so too. The others are what they are: their
+// errors are 0, and rho of topk_scan.cpp also holds the rounding of mean + scale code. False where no key is held.
 bool seal_keys(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
     const bool known = seal_record(key, half, head_dim, isa, record);
     const RecordLayout layout = record_layout(head_dim);
     for (int i = 0; i < kRecordKeys; ++i) {
         uint16_t error;
         std::memcpy(&error, record + layout.error + 2 * i, 2);
-        if (error == 0x7c00) std::memcpy(record + layout.scale + 2 * i, &kNan, 2);
+        const bool held = error != 0x7c00;
+        error = held ? uint16_t(0) : error;
+        std::memcpy(record + layout.error + 2 * i, &error, 2);
+        if (!held) std::memcpy(record + layout.scale + 2 * i, &kNan, 2);
     }
     return known;
 }

@@ -9,8 +9,7 @@ struct Value8 {
     const uint8_t* code;
     F8 scale;
 
-    Value8(const uint8_t* record, const ValueLayout& layout, const float* scales, const float*, int j)
-        : code(record + j * layout.code_bytes), scale(set8(scales[j])) {}
+    Value8(const uint8_t* codes, float factor, float) : code(codes), scale(set8(factor)) {}
     F8 part(int d) const { return mul8(load8(reinterpret_cast<const int8_t*>(code) + d), scale); }
 };
 
@@ -19,8 +18,7 @@ struct Value4 {
     const uint8_t* code;
     F8 scale, minimum;
 
-    Value4(const uint8_t* record, const ValueLayout& layout, const float* scales, const float* minima, int j)
-        : code(record + j * layout.code_bytes), scale(set8(scales[j])), minimum(set8(minima[j])) {}
+    Value4(const uint8_t* codes, float factor, float least) : code(codes), scale(set8(factor)), minimum(set8(least)) {}
     F8 part(int d) const { return fma8(load_nibbles8(code + d / 2), scale, minimum); }
 };
 
@@ -40,7 +38,7 @@ template <class V>
 struct ValueRecord {
     const uint8_t* record;
     const ValueLayout& layout;
-    float scale[kRecordKeys], minimum[kRecordKeys];
+    float scale[kRecordKeys], minimum[kRecordKeys] = {};
 
     ValueRecord(const uint8_t* at, const ValueLayout& of) : record(at), layout(of) {
         for (int h = 0; h < kRecordKeys; h += 8) {
@@ -48,7 +46,7 @@ struct ValueRecord {
             if (V::kBits == 4) store8(minimum + h, load8(reinterpret_cast<const uint16_t*>(at + of.minimum) + h));
         }
     }
-    V at(int j) const { return V(record, layout, scale, minimum, j); }
+    V at(int j) const { return V(record + j * layout.code_bytes, scale[j], minimum[j]); }
 };
 
 inline const uint8_t* record_at(const SpanTask& t, const void* base, int j, int bytes) {
@@ -68,30 +66,20 @@ struct Compact {
 
     // The record at `panel`, whose keys are all known, as [D][16 keys].
     static void pack(const SpanTask& t, int panel, int, int hi) {
-        const RecordLayout layout = record_layout(t.head_dim);
-        const int value_bytes = value_layout(t.head_dim, V::kBits).bytes;
-        const uint8_t* key = record_at(t, t.key, panel, layout.bytes);
-        const uint8_t* value = record_at(t, t.value, panel, value_bytes);
-        const uint8_t* next = t.cold && panel + kPanel < hi ? record_at(t, t.key, panel + kPanel, layout.bytes) : nullptr;
-        const int8_t* code = reinterpret_cast<const int8_t*>(key);
-        const uint16_t* mean = reinterpret_cast<const uint16_t*>(key + layout.mean);
-        const uint16_t* scale = reinterpret_cast<const uint16_t*>(key + layout.scale);
-        const F8 s0 = load8(scale), s1 = load8(scale + 8);
-        for (int d = 0; d < t.head_dim; d += 8) {
-            prefetch_part(value, value_bytes, d / 8, t.head_dim / 8);
-            if (next != nullptr) prefetch_part(next, layout.bytes, d / 8, t.head_dim / 8);
-            float m[8];
-            store8(m, load8(mean + d));
-            float* out = t.k_panel + d * kPanel;
-            UNROLL for (int i = 0; i < 8; i += 2, code += 2 * kRecordKeys, out += 2 * kPanel) {
-                F8 even, odd;
-                load_pairs8(code, &even, &odd);
-                store8(out, fma8(even, s0, set8(m[i])));
-                store8(out + kPanel, fma8(odd, s0, set8(m[i + 1])));
-                load_pairs8(code + kRecordKeys, &even, &odd);
-                store8(out + 8, fma8(even, s1, set8(m[i])));
-                store8(out + kPanel + 8, fma8(odd, s1, set8(m[i + 1])));
-            }
+        each_dim(t, panel, hi, [&](int d, F8 k0, F8 k1) {
+            store8(t.k_panel + d * kPanel, k0);
+            store8(t.k_panel + d * kPanel + 8, k1);
+        });
+    }
+
+    // With few rows, as in decode, the keys go from their codes to the scores: the chains of score_tile, in registers.
+    static bool score(const SpanTask& t, int panel, int hi) {
+        switch (t.rows) {
+            case 1: return score_record<1>(t, panel, hi);
+            case 2: return score_record<2>(t, panel, hi);
+            case 3: return score_record<3>(t, panel, hi);
+            case 4: return score_record<4>(t, panel, hi);
+            default: return false;
         }
     }
 
@@ -110,6 +98,53 @@ struct Compact {
     }
 
 private:
+    // Calls f(d, keys 0 .. 7, keys 8 .. 15) for each dimension of the record at `panel` in order; its values, and the
+    // next record where nobody has, are asked for on the way.
+    template <class F>
+    static void each_dim(const SpanTask& t, int panel, int hi, const F& f) {
+        const RecordLayout layout = record_layout(t.head_dim);
+        const int value_bytes = value_layout(t.head_dim, V::kBits).bytes;
+        const uint8_t* key = record_at(t, t.key, panel, layout.bytes);
+        const uint8_t* value = record_at(t, t.value, panel, value_bytes);
+        const uint8_t* next = t.cold && panel + kPanel < hi ? record_at(t, t.key, panel + kPanel, layout.bytes) : nullptr;
+        const int8_t* code = reinterpret_cast<const int8_t*>(key);
+        const uint16_t* mean = reinterpret_cast<const uint16_t*>(key + layout.mean);
+        const uint16_t* scale = reinterpret_cast<const uint16_t*>(key + layout.scale);
+        const F8 s0 = load8(scale), s1 = load8(scale + 8);
+        for (int d = 0; d < t.head_dim; d += 8) {
+            prefetch_part(value, value_bytes, d / 8, t.head_dim / 8);
+            if (next != nullptr) prefetch_part(next, layout.bytes, d / 8, t.head_dim / 8);
+            float m[8];
+            store8(m, load8(mean + d));
+            UNROLL for (int i = 0; i < 8; i += 2, code += 2 * kRecordKeys) {
+                F8 even0, odd0, even1, odd1;
+                load_pairs8(code, &even0, &odd0);
+                load_pairs8(code + kRecordKeys, &even1, &odd1);
+                f(d + i, fma8(even0, s0, set8(m[i])), fma8(even1, s1, set8(m[i])));
+                f(d + i + 1, fma8(odd0, s0, set8(m[i + 1])), fma8(odd1, s1, set8(m[i + 1])));
+            }
+        }
+    }
+
+    template <int R>
+    static bool score_record(const SpanTask& t, int panel, int hi) {
+        F8 s[R][2];
+        UNROLL for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = set8(0.0f);
+        each_dim(t, panel, hi, [&](int d, F8 k0, F8 k1) __attribute__((always_inline)) {
+            UNROLL for (int r = 0; r < R; ++r) {
+                const F8 b = set8(t.q_packed[d * R + r]);
+                s[r][0] = fma8(b, k0, s[r][0]);
+                s[r][1] = fma8(b, k1, s[r][1]);
+            }
+        });
+        UNROLL for (int r = 0; r < R; ++r) {
+            float* out = t.scores + r * kScoreStride + panel;
+            store8(out, mul8(s[r][0], set8(t.scale)));
+            store8(out + 8, mul8(s[r][1], set8(t.scale)));
+        }
+        return true;
+    }
+
     // Calls f(key, value of the key) in order of position; K of the next span is asked for on the way.
     template <class F>
     static void each_value(const SpanTask& t, int lo, int hi, const F& f) {

@@ -130,7 +130,7 @@ void to_half(const float* x, int64_t n, uint16_t* out) {
 
 const Isa kIsa = {"avx2", span, merge, divide, exp_all, to_half, read_all, &kRows};
 const TopkIsa kTopkIsa = {score, offer, settle, attend, grad, add};
-const PagedTopkIsa kPagedTopkIsa = {scan, sift, limit, prefetch_rows, gather, attend_kept, clear, attend_span, mass, rank};
+const PagedTopkIsa kPagedTopkIsa = {scan, sift, limit, prefetch_rows, gather, attend_kept, clear, attend_span, mass, rank, expand_key};
 
 }  // namespace
 

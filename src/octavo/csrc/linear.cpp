@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
@@ -15,12 +16,12 @@ constexpr int64_t kMostDirectRows = 12, kMostDirectQuantizedRows = 8;
 // A piece of one panel, as float32. Tiles read it as fast from a second-level cache as from the first, and every
 // piece costs a load and a store of all sums.
 constexpr int64_t kPieceBytes = 72 << 10;
-// Prepared rows of x that RowBlocks takes together: half of a second-level cache.
+// Prepared rows of x that are walked together, again and again: half of a second-level cache.
 constexpr int64_t kRowBlockBytes = 512 << 10;
 
 constexpr int kMostPanels = 4;
 // How many k ahead of its reads a single tile asks for memory.
-constexpr int64_t kAhead = 64;
+static const int64_t kAhead = getenv("AHEAD") ? atoi(getenv("AHEAD")) : 64;
 
 // rows into tiles of nearly equal size: tile i starts here.
 int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }
@@ -36,25 +37,53 @@ struct Group {
     int64_t output;          // where the first panel's outputs begin in out
 };
 
-// Groups of about equal bytes: enough of them that no thread waits long for the last, and each long enough to be
-// read in one stretch.
-std::vector<Group> make_groups(const std::vector<const PackedWeight*>& weights, bool gated, int num_threads) {
-    int64_t bytes = 0;
-    for (const PackedWeight* weight : weights) bytes += weight->bytes();
-    const int64_t target = std::min<int64_t>(bytes / (num_threads * 6), 512 << 10);
+// All panels in order, groups of at most so many; those of thread t are [starts[t], starts[t + 1]).
+struct Shares {
     std::vector<Group> groups;
-    int64_t output = 0;
-    for (size_t i = 0; i < weights.size(); i += gated ? 2 : 1) {
-        const PackedWeight *weight = weights[i], *up = gated ? weights[i + 1] : nullptr;
-        const int64_t panel_bytes = weight->panel_bytes() + (gated ? up->panel_bytes() : 0);
-        const int64_t fours = std::max<int64_t>(1, target / (panel_bytes * kMostPanels));
-        for (int64_t panel = 0; panel < weight->panels(); panel += fours * kMostPanels) {
-            const int64_t count = std::min(fours * kMostPanels, weight->panels() - panel);
-            groups.push_back({weight, up, panel, count, output + panel * kLinearPanel});
+    std::vector<int64_t> starts;
+
+    Shares(const std::vector<const PackedWeight*>& weights, bool gated, int64_t most_panels, int64_t threads) {
+        const size_t parts = gated ? 2 : 1;
+        int64_t panels = 0, first = 0, output = 0;
+        for (size_t i = 0; i < weights.size(); i += parts) panels += weights[i]->panels();
+        starts.push_back(0);
+        for (size_t i = 0; i < weights.size(); i += parts) {
+            for (int64_t panel = 0; panel < weights[i]->panels();) {
+                const auto share_end = [&] { return panels * int64_t(starts.size()) / threads - first; };
+                while (panel == share_end()) starts.push_back(int64_t(groups.size()));
+                const int64_t end = std::min({panel + most_panels, weights[i]->panels(), share_end()});
+                groups.push_back({weights[i], gated ? weights[i + 1] : nullptr, panel, end - panel,
+                                  output + panel * kLinearPanel});
+                panel = end;
+            }
+            first += weights[i]->panels();
+            output += weights[i]->outputs();
         }
-        output += weight->outputs();
+        starts.resize(size_t(threads) + 1, int64_t(groups.size()));
     }
-    return groups;
+};
+
+// body(block, group, the next group or nullptr), each once. A thread walks its own share in order, block by block: long
+// stretches of memory, and it is known what comes next. Who is done with it helps the others.
+template <class F>
+void for_groups(const Shares& shares, int64_t blocks, ThreadPool& pool, const F& body) {
+    struct alignas(64) Taken {
+        std::atomic<int64_t> count{0};
+    };
+    const int64_t threads = int64_t(shares.starts.size()) - 1;
+    std::vector<Taken> taken(static_cast<size_t>(threads));
+    pool.run(threads, [&](int, int64_t own) {
+        for (int64_t i = 0; i < threads; ++i) {
+            const size_t share = size_t((own + i) % threads);
+            const Group *begin = shares.groups.data() + shares.starts[share],
+                        *end = shares.groups.data() + shares.starts[share + 1];
+            const int64_t count = end - begin;
+            for (int64_t item = taken[share].count++; item < blocks * count; item = taken[share].count++) {
+                const Group* group = begin + item % count;
+                body(item / count, *group, group + 1 < end ? group + 1 : nullptr);
+            }
+        }
+    });
 }
 
 // What one call of linear() shares.
@@ -103,33 +132,51 @@ void ask_for(Task* task, int every, const uint8_t* next, int64_t bytes, int64_t 
     task->prefetch_end = std::min(task->prefetch + share * 64, next + bytes);
 }
 
-// The sums of one tile of x with some panels, straight from the stored weights.
-void direct_sums(const Call& call, const PackedWeight& weight, int64_t panel, int wide, int64_t t, int64_t tiles,
-                 float* sums) {
+// Panels that are read together.
+struct Panels {
+    const PackedWeight* weight = nullptr;
+    int64_t panel = 0;
+    int wide = 0;  // 1 << wide of them
+
+    const uint8_t* data() const { return weight->data() + panel * weight->panel_bytes(); }
+};
+
+// The sums of one tile of x with some panels, straight from the stored weights. `next` are read after these, if known.
+void direct_sums(const Call& call, const Panels& panels, const Panels& next, int64_t t, int64_t tiles, float* sums) {
     const LinearArgs& args = call.args;
     const int64_t row = tile_start(args.rows, tiles, t);
     const int rows = int(tile_start(args.rows, tiles, t + 1) - row);
-    const uint8_t* base = weight.data() + panel * weight.panel_bytes();
+    const PackedWeight& weight = *panels.weight;
     TileTask task;
-    task.weights = base;
-    task.panel_bytes = task.prefetch_panel = weight.panel_bytes();
+    task.weights = panels.data();
+    task.panel_bytes = weight.panel_bytes();
     task.k = weight.inputs();
     task.x = args.x + row * args.x_stride;
     task.x_stride = args.x_stride;
     task.sums = sums;
     task.sums_panel = rows * kLinearPanel;
     const int every = kAskEvery[int(weight.type())];
+    const UnitLayout unit = kUnits[int(weight.type())];
     if (tiles > 1) {
         // The tiles share in asking for the next panels, while these are in the cache.
-        ask_for(&task, every, base + weight.panel_bytes() * (1 << wide), weight.panel_bytes(), t, tiles);
-    } else if (kUnits[int(weight.type())].k > 2) {
-        // Plain types are read as fast as the hardware's prefetcher fetches; these hardly overlap with it.
-        ask_for(&task, every, base + weight.panel_bytes() * kAhead / task.k, weight.panel_bytes(), 0, 1);
+        if (next.weight != nullptr) ask_for(&task, every, next.data(), next.weight->panel_bytes(), t, tiles);
+        task.prefetch_panel = next.weight == nullptr ? 0 : next.weight->panel_bytes();
+    } else if (unit.k > 2 || kLinearPanel * unit.k * rows >= 2 * unit.bytes) {
+        // Few rows of plain types are read as fast as the hardware's prefetcher fetches; the others hardly overlap with
+        // it.
+        const int64_t ahead = std::min(weight.panel_bytes(), weight.panel_bytes() * kAhead / task.k);
+        ask_for(&task, every, task.weights + ahead, weight.panel_bytes() - ahead, 0, 1);
+        task.prefetch_lines = int(divide_up(weight.panel_bytes() / 64, divide_up(task.k, every)));
+        task.prefetch_panel = weight.panel_bytes();
+        if (next.weight != nullptr) {
+            task.prefetch_then = next.data();
+            task.prefetch_then_panel = next.weight->panel_bytes();
+        }
     }
-    call.kernels.direct[int(weight.type())][rows - 1][wide](task);
+    call.kernels.direct[int(weight.type())][rows - 1][panels.wide](task);
 }
 
-void direct_group(const Call& call, const Group& group) {
+void direct_group(const Call& call, const Group& group, const Group* next_group) {
     const int64_t tiles = divide_up(call.args.rows, call.kernels.rows);
     const int64_t most_rows = divide_up(call.args.rows, tiles);
     const auto widest_of = [&](const PackedWeight& weight, int64_t panels) {
@@ -140,11 +187,18 @@ void direct_group(const Call& call, const Group& group) {
         const int64_t left = group.panel + group.panels - panel;
         int wide = widest_of(*group.weight, left);
         if (group.up != nullptr) wide = std::min(wide, widest_of(*group.up, left));
+        const Panels own{group.weight, panel, wide}, own_up{group.up, panel, wide};
+        Panels next;
+        if (panel + (1 << wide) < group.panel + group.panels) {
+            next = {group.weight, panel + (1 << wide), wide};
+        } else if (next_group != nullptr) {
+            next = {next_group->weight, next_group->panel, wide};
+        }
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t row = tile_start(call.args.rows, tiles, t);
             const int rows = int(tile_start(call.args.rows, tiles, t + 1) - row);
-            direct_sums(call, *group.weight, panel, wide, t, tiles, sums);
-            if (group.up != nullptr) direct_sums(call, *group.up, panel, wide, t, tiles, up);
+            direct_sums(call, own, group.up == nullptr ? next : own_up, t, tiles, sums);
+            if (group.up != nullptr) direct_sums(call, own_up, next, t, tiles, up);
             for (int p = 0; p < 1 << wide; ++p) {
                 const int at = p * rows * kLinearPanel;
                 finish(call, group, panel + p, row, rows, sums + at, group.up == nullptr ? nullptr : up + at);
@@ -185,17 +239,22 @@ void packed_sums(const LinearKernels& kernels, const PackedWeight& weight, int64
         const int64_t begin = pieces.start(i), k = std::min(pieces.start(i + 1), weight.inputs()) - begin;
         const uint8_t* stored = weight.data() + panel * weight.panel_bytes() + begin / unit.k * unit.bytes;
         const int64_t stored_bytes = divide_up(k, unit.k) * unit.bytes;
-        if (expand) kernels.expand[int(weight.type())](stored, k, piece);
+        // Some kernels expand while they multiply the first tile: arithmetic that would wait for memory and stores.
+        const int64_t height = tile_start(rows, tiles, 1);
+        const LinearKernels::Tile expand_first = kernels.expand_first[int(weight.type())][height - 1];
+        if (expand && expand_first == nullptr) kernels.expand[int(weight.type())](stored, k, piece);
         for (int64_t t = 0; t < tiles; ++t) {
             const int64_t first = tile_start(rows, tiles, t), count = tile_start(rows, tiles, t + 1) - first;
+            const bool expands = t == 0 && expand_first != nullptr;
             TileTask task;
-            task.weights = expand ? reinterpret_cast<const uint8_t*>(piece) : stored;
+            task.weights = expand && !expands ? reinterpret_cast<const uint8_t*>(piece) : stored;
+            task.expanded = piece;
             task.k = k;
             task.x = x + first * weight.inputs() + begin * count;
             task.sums = sums + first * kLinearPanel;
             task.first = i == 0;
             ask_for(&task, kAskEvery[int(WeightType::kF32)], stored + stored_bytes, stored_bytes, t, tiles);
-            kernels.packed[count - 1](task);
+            (expands ? expand_first : kernels.packed[count - 1])(task);
         }
     }
 }
@@ -214,13 +273,12 @@ void packed_group(const Call& call, const Group& group, int64_t row, int64_t row
     }
 }
 
-// Rows are cut into blocks of whole tiles, about equally long, whose prepared x fits into a second-level cache: they
-// are walked again and again, for every panel.
+// Rows are cut into blocks of whole tiles, about equally long, of at most so many rows (but 8 tiles).
 struct RowBlocks {
     int64_t rows, tile_rows, count;
 
-    RowBlocks(int64_t rows, int64_t tile_rows, int64_t row_bytes) : rows(rows), tile_rows(tile_rows) {
-        count = divide_up(rows, std::max<int64_t>(8 * tile_rows, kRowBlockBytes / row_bytes));
+    RowBlocks(int64_t rows, int64_t tile_rows, int64_t most) : rows(rows), tile_rows(tile_rows) {
+        count = divide_up(rows, std::max<int64_t>(8 * tile_rows, most));
     }
     int64_t start(int64_t i) const {
         return std::min(rows, divide_up(rows, count * tile_rows) * tile_rows * i);
@@ -280,11 +338,12 @@ void int8_group(const Call& call, const Int8Kernels& kernels, const Group& group
     }
 }
 
-void int8_linear(const Call& call, const std::vector<Group>& groups, ThreadPool& pool) {
+void int8_linear(const Call& call, const std::vector<const PackedWeight*>& weights, ThreadPool& pool) {
     const Int8Kernels& kernels = int8_kernels(call.isa);
-    const int64_t inputs = groups[0].weight->inputs(), count = int64_t(groups.size());
+    const Shares shares(weights, call.args.gated, kMostPanels, pool.num_threads());
+    const int64_t inputs = weights[0]->inputs();
     const int64_t row_bytes = inputs / kInt8Block * kInt8BlockBytes;
-    const RowBlocks blocks(call.args.rows, kernels.rows, row_bytes);
+    const RowBlocks blocks(call.args.rows, kernels.rows, kRowBlockBytes / row_bytes);
     thread_local std::vector<uint8_t> prepared;
     if (int64_t(prepared.size()) < call.args.rows * row_bytes) prepared.resize(size_t(call.args.rows * row_bytes));
     uint8_t* x = prepared.data();
@@ -298,9 +357,9 @@ void int8_linear(const Call& call, const std::vector<Group>& groups, ThreadPool&
     } else {
         for_tiles(blocks, pool, quantize);
     }
-    pool.run(blocks.count * count, [&](int, int64_t item) {
-        const int64_t begin = blocks.start(item / count), rows = blocks.start(item / count + 1) - begin;
-        if (rows > 0) int8_group(call, kernels, groups[size_t(item % count)], begin, rows, x + begin * row_bytes);
+    for_groups(shares, blocks.count, pool, [&](int64_t block, const Group& group, const Group*) {
+        const int64_t begin = blocks.start(block), rows = blocks.start(block + 1) - begin;
+        if (rows > 0) int8_group(call, kernels, group, begin, rows, x + begin * row_bytes);
     });
 }
 
@@ -337,11 +396,10 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
     check_weights(weights, given);
     LinearArgs args = given;
     const Call call{linear_kernels(isa), isa, args};
-    const std::vector<Group> groups = make_groups(weights, args.gated, pool.num_threads());
     if (args.int8 && std::all_of(weights.begin(), weights.end(),
                                  [](const PackedWeight* weight) { return has_int8_kernel(weight->type()); }))
-        return int8_linear(call, groups, pool);
-    const int64_t count = int64_t(groups.size()), inputs = weights[0]->inputs();
+        return int8_linear(call, weights, pool);
+    const int64_t inputs = weights[0]->inputs();
     const bool quantized = std::any_of(weights.begin(), weights.end(),
                                        [](const PackedWeight* weight) { return kUnits[int(weight->type())].k > 2; });
     thread_local std::vector<float> prepared;  // x, normed or packed
@@ -354,18 +412,20 @@ void linear(const std::vector<const PackedWeight*>& weights, const LinearArgs& g
             args.x = x;
             args.x_stride = inputs;
         }
-        pool.run(count, [&](int, int64_t i) { direct_group(call, groups[size_t(i)]); });
+        for_groups(Shares(weights, args.gated, kMostPanels, pool.num_threads()), 1, pool,
+                   [&](int64_t, const Group& group, const Group* next) { direct_group(call, group, next); });
         return;
     }
-    const RowBlocks blocks(args.rows, call.kernels.rows, inputs * 4);
+    const RowBlocks blocks(args.rows, call.kernels.rows, kRowBlockBytes / (inputs * 4));
     for_tiles(blocks, pool, [&](int64_t first, int64_t end) {
         int64_t stride;
         const float* rows = normed_rows(call, first, end, inputs, &stride);
         call.kernels.pack_x(rows, stride, int(end - first), inputs, x + first * inputs);
     });
-    pool.run(blocks.count * count, [&](int, int64_t item) {
-        const int64_t begin = blocks.start(item / count), rows = blocks.start(item / count + 1) - begin;
-        if (rows > 0) packed_group(call, groups[size_t(item % count)], begin, rows, x + begin * inputs);
+    for_groups(Shares(weights, args.gated, kMostPanels, pool.num_threads()), blocks.count, pool,
+               [&](int64_t block, const Group& group, const Group*) {
+        const int64_t begin = blocks.start(block), rows = blocks.start(block + 1) - begin;
+        if (rows > 0) packed_group(call, group, begin, rows, x + begin * inputs);
     });
 }
 

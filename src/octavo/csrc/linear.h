@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,12 +29,25 @@ const WeightFormat& weight_format(WeightType type);
 // Throws std::invalid_argument, naming the types that exist, for any other name: "f32", "q4_1", ...
 WeightType weight_type(const std::string& name);
 
+// Memory of the weights of one model. What is walked from end to end at every token lies matrix after matrix on huge
+// pages: the hardware's prefetcher stops at the end of a page, and a page's address has to be found.
+class WeightMemory {
+public:
+    // Zeroed, at a multiple of 64 bytes, and there as long as the result is.
+    std::shared_ptr<uint8_t> take(int64_t bytes);
+
+private:
+    std::shared_ptr<uint8_t> slab_;
+    uint8_t* next_ = nullptr;
+    int64_t left_ = 0, bytes_ = 0;
+};
+
 // A matrix [outputs, inputs], re-ordered into panels of outputs, a tail panel padded with zeros.
 class PackedWeight {
 public:
     // All zero bits. Throws std::invalid_argument for inputs that the type cannot hold (a multiple of 32; of
     // 256 for K types).
-    PackedWeight(WeightType type, int64_t outputs, int64_t inputs);
+    PackedWeight(WeightType type, int64_t outputs, int64_t inputs, WeightMemory& memory);
 
     // Rows [first, first + rows) of the matrix, in the order of a checkpoint: rows dense, blocks of a
     // row one after the other, as GGUF and safetensors store them.
@@ -57,7 +69,7 @@ private:
     int64_t outputs_;
     int64_t inputs_;
     int64_t panel_bytes_;
-    std::unique_ptr<uint8_t[], std::function<void(uint8_t*)>> data_;
+    std::shared_ptr<uint8_t> data_;
 };
 
 const LinearKernels& linear_kernels(const Isa& isa);

@@ -35,4 +35,5 @@ inline Int right(Int x) {
 inline Vec to_float(Int x) { return _mm512_cvtepi32_ps(x); }
 inline Vec as_float(Int x) { return _mm512_castsi512_ps(x); }
 // GCC takes a function of nothing but a prefetch for one without effect, and drops the calls.
-inline void prefetch(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
+inline void prefetch_first(const uint8_t* p) { asm volatile("prefetcht0 %0" : : "m"(*p)); }
+inline void prefetch_second(const uint8_t* p) { asm volatile("prefetcht1 %0" : : "m"(*p)); }

@@ -69,7 +69,7 @@ void int8_tile(const Int8Task& task) {
         UNROLL for (int r = 0; r < R; ++r) total[r] = zero();
         for (int64_t i = 0; i < blocks; ++i, x += R * kInt8BlockBytes) {
             if (next < end) {
-                for (int line = 0; line < lines; ++line) prefetch(next + line * 64);
+                for (int line = 0; line < lines; ++line) prefetch_first(next + line * 64);
                 next += lines * 64;
             }
             const Block block(weights, i);

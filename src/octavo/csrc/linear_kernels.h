@@ -36,7 +36,8 @@ constexpr UnitLayout kUnits[kNumWeightTypes] = {
     {32, 64 + 4 * 64}, {32, 32 + 5 * 64}, {256, 64 + 8 * (32 + 4 * 64)}, {256, 32 + 8 * (32 + 6 * 64)},
 };
 
-constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 32, 32, 32, 32, 32, 32};
+// How many k a kernel computes, about, from one asking for memory to the next.
+constexpr int kAskEvery[kNumWeightTypes] = {8, 8, 8, 8, 4, 4, 6, 4, 7};
 
 // Some rows of x times some panels, over a range of k.
 struct TileTask {
@@ -48,11 +49,15 @@ struct TileTask {
     float* sums;             // row r of panel p at p * sums_panel + r * 16
     int64_t sums_panel = 0;
     bool first = true;  // the sums start from 0 here
+    float* expanded = nullptr;  // where LinearKernels::expand_first leaves the weights as float32 [k][16]
     // Memory of the first panel that will be read later, [prefetch, prefetch_end), with prefetch_panel from one
     // panel to the next, and how many lines of 64 bytes to ask for every kAskEvery[type] k until it is all asked for.
     const uint8_t *prefetch = nullptr, *prefetch_end = nullptr;
     int64_t prefetch_panel = 0;
     int prefetch_lines = 0;
+    // What to ask for after that, or nullptr, and from one panel to the next there.
+    const uint8_t* prefetch_then = nullptr;
+    int64_t prefetch_then_panel = 0;
 };
 
 // What is left to do for a tile's sums.
@@ -75,6 +80,9 @@ struct LinearKernels {
     Tile direct[kNumWeightTypes][kLinearRows][3];
     // packed[rows - 1] takes one panel of float32 weights, and x as [k][rows].
     Tile packed[kLinearRows];
+    // As packed, but from the stored weights of one panel, which are expanded on the way; nullptr where expand, then
+    // packed does it.
+    Tile expand_first[kNumWeightTypes][kLinearRows];
     // One panel, from a unit's first k on, as float32 [k][16].
     void (*expand[kNumWeightTypes])(const uint8_t* weights, int64_t k, float* out);
     // x [rows, k], rows stride elements apart, to [k][rows].

@@ -70,4 +70,5 @@ inline Vec as_float(const Int& x) {
     std::memcpy(out.lane, x.lane, sizeof out.lane);
     return out;
 }
-inline void prefetch(const uint8_t*) {}
+inline void prefetch_first(const uint8_t*) {}
+inline void prefetch_second(const uint8_t*) {}

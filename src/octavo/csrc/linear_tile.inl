@@ -2,7 +2,7 @@
 // its unnamed namespace, after the operations it is written in:
 //   Vec: zero, set, load, store, add, mul, fma(a, b, c) = a b + c, load_half (kLanes float16)
 //   Int (32-bit lanes): load_bits, load_bytes (u8), load_signed_bytes, mask, either, left<n>, right<n>
-//   to_float (signed integers), as_float (the bits), prefetch, kLanes; kMostRows of a tile; kMostVectors,
+//   to_float (signed integers), as_float (the bits), prefetch_first and prefetch_second (into which cache), kLanes; kMostRows of a tile; kMostVectors,
 //   how many sums registers hold, and kMostVectorsBesideScales, how many beside scales, offsets and a mask.
 // Everything is unrolled at compile time; see linear.h for the law and linear_kernels.h for layouts.
 
@@ -53,14 +53,17 @@ struct BF16 {
 };
 
 // 32 fields of one block: weight = scale * field + offset, one rounding. Halves of the block (16 k)
-// may have scales of their own.
-template <int Bits, int V, class Scales, class F>
-OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, const Scales& scales, const F& f) {
+// may have scales of their own. ask() is called once for every field of a word, so that what is asked for does not
+// come in bursts.
+template <int Bits, int V, class Scales, class Ask, class F>
+OCTAVO_INLINE inline void each_field(const uint8_t* words, int64_t panel_bytes, const Scales& scales, const Ask& ask,
+                                     const F& f) {
     constexpr int kFields = 32 / Bits;
     Vec scale[V], offset[V], w[V];
     UNROLL for (int v = 0; v < V; ++v) scales.template get<0>(v, &scale[v], &offset[v]);
     unroll<0, kFields>([&](auto field) OCTAVO_INLINE {
         constexpr int j = decltype(field)::value;
+        ask();
         // A field that reaches the sign bit is shifted instead.
         constexpr bool kTop = Bits * (j + 1) == 32;
         [[maybe_unused]] constexpr uint32_t kMask = ((1u << Bits) - 1) << (Bits * j);
@@ -126,9 +129,9 @@ struct Affine {
 template <int Bits, class Scales>
 struct Blocks {
     static constexpr int kUnit = 32, kBytes = Scales::kScaleBytes + Bits * 64;
-    template <int V, class F>
-    OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const F& f) {
-        each_field<Bits, V>(base + Scales::kScaleBytes, panel_bytes, Scales{base, panel_bytes}, f);
+    template <int V, class Ask, class F>
+    OCTAVO_INLINE static inline void each(const uint8_t* base, int64_t panel_bytes, const Ask& ask, const F& f) {
+        each_field<Bits, V>(base + Scales::kScaleBytes, panel_bytes, Scales{base, panel_bytes}, ask, f);
     }
 };
 
@@ -166,10 +169,11 @@ struct Q6KScales {
 template <int Bits, class Scales, int HeaderBytes>
 struct SuperBlocks {
     static constexpr int kUnit = 256, kBlockBytes = 32 + Bits * 64, kBytes = HeaderBytes + 8 * kBlockBytes;
-    template <int V, class F>
-    OCTAVO_INLINE static inline void each_block(const uint8_t* unit, int block, int64_t panel_bytes, const F& f) {
+    template <int V, class Ask, class F>
+    OCTAVO_INLINE static inline void each_block(const uint8_t* unit, int block, int64_t panel_bytes, const Ask& ask,
+                                                const F& f) {
         const uint8_t* base = unit + HeaderBytes + block * kBlockBytes;
-        each_field<Bits, V>(base + 32, panel_bytes, Scales{unit, base, panel_bytes}, f);
+        each_field<Bits, V>(base + 32, panel_bytes, Scales{unit, base, panel_bytes}, ask, f);
     }
 };
 
@@ -177,23 +181,22 @@ using Q4_K = SuperBlocks<4, Q4KScales, 64>;
 using Q6_K = SuperBlocks<6, Q6KScales, 32>;
 
 // The 32 k from `start` on.
-template <class Type, int V, class F>
-OCTAVO_INLINE inline void each_of_block(const uint8_t* base, int64_t start, int64_t panel_bytes, const F& f) {
+template <class Type, int V, class Ask, class F>
+OCTAVO_INLINE inline void each_of_block(const uint8_t* base, int64_t start, int64_t panel_bytes, const Ask& ask,
+                                        const F& f) {
     if constexpr (Type::kUnit == 32) {
-        Type::template each<V>(base + start / 32 * Type::kBytes, panel_bytes, f);
+        Type::template each<V>(base + start / 32 * Type::kBytes, panel_bytes, ask, f);
     } else {
-        Type::template each_block<V>(base + start / 256 * Type::kBytes, int(start % 256 / 32), panel_bytes, f);
+        Type::template each_block<V>(base + start / 256 * Type::kBytes, int(start % 256 / 32), panel_bytes, ask, f);
     }
 }
 
-// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() once before
-// every kAskEvery of them.
+// Calls f(k, weights) for k = 0 .. length-1 in order, and ask() about once every kAskEvery of them.
 template <class Type, int V, class Ask, class F>
 OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t length, const Ask& ask, const F& f) {
     if constexpr (Type::kUnit > 2) {
         for (int64_t k = 0; k < length; k += 32) {
-            ask();
-            each_of_block<Type, V>(base, k, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
+            each_of_block<Type, V>(base, k, panel_bytes, ask, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE { f(k + i, w); });
         }
     } else {
         constexpr int kTogether = 8;
@@ -218,8 +221,8 @@ OCTAVO_INLINE inline void walk(const uint8_t* base, int64_t panel_bytes, int64_t
     }
 }
 
-// R rows times P panels. Packed: x is [k][R].
-template <class Type, int R, int P, bool Packed>
+// R rows times P panels. Packed: x is [k][R]. Expands: the weights are left as float32, for one panel.
+template <class Type, int R, int P, bool Packed, bool Expands = false>
 void tile(const TileTask& task) {
     constexpr int V = P * kPanelVectors;
     // Where they start from 0 they are loaded all the same: a branch here would spill every one of them.
@@ -233,16 +236,30 @@ void tile(const TileTask& task) {
     // Locals: the stores of the loop below could alias the task's members otherwise.
     const float *x = task.x, *upper = task.x + 3 * task.x_stride;
     const int64_t stride = task.x_stride;
-    const uint8_t *next = task.prefetch, *const end = task.prefetch_end;
+    const uint8_t *next = task.prefetch, *end = task.prefetch_end, *then = task.prefetch_then;
     const int lines = task.prefetch_lines;
-    const int64_t panel_bytes = task.panel_bytes, next_panel = task.prefetch_panel;
+    const int64_t panel_bytes = task.panel_bytes;
+    int64_t next_panel = task.prefetch_panel;
     const auto ask = [&]() OCTAVO_INLINE {
-        if (next >= end) return;
+        if (next >= end) {
+            if (then == nullptr) return;
+            next = then, end = then + task.panel_bytes, next_panel = task.prefetch_then_panel, then = nullptr;
+        }
         for (int i = 0; i < lines; ++i)
-            for (int p = 0; p < P; ++p) prefetch(next + i * 64 + p * next_panel);
+            for (int p = 0; p < P; ++p) {
+                if constexpr (Packed) {
+                    prefetch_first(next + i * 64 + p * next_panel);
+                } else {
+                    prefetch_second(next + i * 64 + p * next_panel);
+                }
+            }
         next += lines * 64;
     };
+    float* const expanded = task.expanded;
     const auto multiply_add = [&](int64_t k, const Vec(&w)[V]) OCTAVO_INLINE {
+        if constexpr (Expands) {
+            UNROLL for (int v = 0; v < V; ++v) store(expanded + k * kLinearPanel + v * kLanes, w[v]);
+        }
         UNROLL for (int r = 0; r < R; ++r) {
             Vec value;
             if constexpr (Packed) {
@@ -260,8 +277,7 @@ void tile(const TileTask& task) {
         alignas(64) float piece[32 * V * kLanes];
         const uint8_t* base = task.weights;
         for (int64_t start = 0; start < task.k; start += 32) {
-            ask();
-            each_of_block<Type, V>(base, start, panel_bytes, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
+            each_of_block<Type, V>(base, start, panel_bytes, ask, [&](int i, const Vec(&w)[V]) OCTAVO_INLINE {
                 UNROLL for (int v = 0; v < V; ++v) store(piece + (i * V + v) * kLanes, w[v]);
             });
             for (int i = 0; i < 32; ++i) {
@@ -339,17 +355,20 @@ constexpr LinearKernels::Tile tile_if_it_fits() {
 }
 
 template <class Type, int R>
-void fill_row(LinearKernels::Tile (*row)[3]) {
+void fill_row(LinearKernels::Tile (*row)[3], LinearKernels::Tile* expand_first) {
     row[R - 1][0] = tile_if_it_fits<Type, R, 1>();
     row[R - 1][1] = tile_if_it_fits<Type, R, 2>();
     row[R - 1][2] = tile_if_it_fits<Type, R, 4>();
-    if constexpr (R < kMostRows) fill_row<Type, R + 1>(row);
+    // Tiles of a block of rows are nearly full.
+    if constexpr (Type::kUnit > 2 && R > kMostRows / 2 && R * kPanelVectors <= kMostVectorsBesideScales)
+        expand_first[R - 1] = tile<Type, R, 1, true, true>;
+    if constexpr (R < kMostRows) fill_row<Type, R + 1>(row, expand_first);
 }
 
 template <class Type>
 void fill(LinearKernels* kernels, WeightType type) {
     static_assert(Type::kBytes % 32 == 0, "vectors of a unit lie at multiples of their size");
-    fill_row<Type, 1>(kernels->direct[int(type)]);
+    fill_row<Type, 1>(kernels->direct[int(type)], kernels->expand_first[int(type)]);
     kernels->expand[int(type)] = expand<Type>;
 }
 

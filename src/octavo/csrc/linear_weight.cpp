@@ -21,29 +21,45 @@ constexpr WeightFormat kFormats[kNumWeightTypes] = {
     {"q4_1", 32, 20}, {"q5_0", 32, 22}, {"q4_k", 256, 144}, {"q6_k", 256, 210},
 };
 
-constexpr int64_t kHugePage = int64_t(2) << 20;
+constexpr int64_t kHugePage = int64_t(2) << 20, kSlabBytes = int64_t(64) << 20;
 
-// Zeroed. Memory that is walked from end to end at every token sits on huge pages where it fills some: the
-// hardware's prefetcher stops at the end of a page.
-std::unique_ptr<uint8_t[], std::function<void(uint8_t*)>> allocate(int64_t bytes) {
+int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
 #if defined(__linux__)
-    if (bytes >= kHugePage) {
-        const size_t whole = size_t(bytes + kHugePage);
-        void* map = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (map == MAP_FAILED) throw std::bad_alloc();
-        const uintptr_t start = (reinterpret_cast<uintptr_t>(map) + kHugePage - 1) & ~uintptr_t(kHugePage - 1);
-        madvise(reinterpret_cast<void*>(start), size_t(bytes), MADV_HUGEPAGE);
-        return {reinterpret_cast<uint8_t*>(start), [map, whole](uint8_t*) { munmap(map, whole); }};
-    }
-#endif
-    const size_t whole = size_t((bytes + 63) / 64 * 64);
-    auto* data = static_cast<uint8_t*>(std::aligned_alloc(64, whole));
-    if (data == nullptr) throw std::bad_alloc();
-    std::memset(data, 0, whole);
-    return {data, [](uint8_t* p) { std::free(p); }};
+// Zeroed, at the start of a huge page; memory is used as it is first written.
+std::shared_ptr<uint8_t> map_slab(int64_t bytes) {
+    const size_t whole = size_t(bytes + kHugePage);
+    void* map = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (map == MAP_FAILED) throw std::bad_alloc();
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(map) + kHugePage - 1) & ~uintptr_t(kHugePage - 1);
+    madvise(reinterpret_cast<void*>(start), size_t(bytes), MADV_HUGEPAGE);
+    return {reinterpret_cast<uint8_t*>(start), [map, whole](uint8_t*) { munmap(map, whole); }};
 }
+#else
+std::shared_ptr<uint8_t> map_slab(int64_t bytes) {
+    void* data = std::calloc(size_t(bytes) + 64, 1);
+    if (data == nullptr) throw std::bad_alloc();
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + 63) & ~uintptr_t(63);
+    return {reinterpret_cast<uint8_t*>(start), [data](uint8_t*) { std::free(data); }};
+}
+#endif
 
 }  // namespace
+
+std::shared_ptr<uint8_t> WeightMemory::take(int64_t bytes) {
+    bytes = round_up(bytes, 64);
+    if (bytes > left_) {
+        const int64_t size = round_up(std::max(bytes, bytes_ == 0 ? bytes : kSlabBytes), kHugePage);
+        slab_ = map_slab(size);
+        left_ = size;
+        bytes_ += size;
+        next_ = slab_.get();
+    }
+    std::shared_ptr<uint8_t> piece(slab_, next_);
+    next_ += bytes;
+    left_ -= bytes;
+    return piece;
+}
 
 const WeightFormat& weight_format(WeightType type) { return kFormats[int(type)]; }
 
@@ -56,7 +72,7 @@ WeightType weight_type(const std::string& name) {
     throw std::invalid_argument("weight type must be " + known + ", got '" + name + "'");
 }
 
-PackedWeight::PackedWeight(WeightType type, int64_t outputs, int64_t inputs)
+PackedWeight::PackedWeight(WeightType type, int64_t outputs, int64_t inputs, WeightMemory& memory)
     : type_(type), outputs_(outputs), inputs_(inputs), panel_bytes_(0) {
     const WeightFormat& format = kFormats[int(type)];
     if (outputs < 1 || inputs < 1)
@@ -67,7 +83,7 @@ PackedWeight::PackedWeight(WeightType type, int64_t outputs, int64_t inputs)
                                     std::to_string(format.block) + ", got " + std::to_string(inputs));
     const UnitLayout unit = kUnits[int(type)];
     panel_bytes_ = (((inputs + unit.k - 1) / unit.k) * unit.bytes + 63) / 64 * 64;
-    data_ = allocate(bytes());
+    data_ = memory.take(bytes());
 }
 
 void PackedWeight::pack_rows(const void* data, int64_t first, int64_t rows, ThreadPool& pool) {

@@ -104,10 +104,11 @@ NB_MODULE(_native, m) {
     nb::class_<CompactArgs>(m, "CompactLayer")
         .def(
             "__init__",
-            [](CompactArgs* self, uintptr_t key, uintptr_t value, int64_t num_blocks, int value_bits) {
-                new (self) CompactArgs{at<const uint8_t>(key), at<const uint8_t>(value), num_blocks, value_bits};
+            [](CompactArgs* self, const std::vector<uintptr_t>& planes, int64_t num_blocks, int value_bits) {
+                new (self) CompactArgs{at<const uint8_t>(planes[0]),  at<const uint8_t>(planes[1]), num_blocks, value_bits,
+                                       at<const uint16_t>(planes[2]), at<const uint16_t>(planes[3])};
             },
-            nb::kw_only(), "key"_a, "value"_a, "num_blocks"_a, "value_bits"_a);
+            nb::kw_only(), "planes"_a, "num_blocks"_a, "value_bits"_a);
     m.def("value_record_bytes", [](int head_dim, int value_bits) { return value_layout(head_dim, value_bits).bytes; },
           "head_dim"_a, "value_bits"_a);
 
@@ -159,13 +160,15 @@ NB_MODULE(_native, m) {
         return formats;
     });
 
+    nb::class_<WeightMemory>(m, "WeightMemory").def(nb::init<>());
+
     nb::class_<PackedWeight>(m, "PackedWeight")
         .def(
             "__init__",
-            [](PackedWeight* self, const std::string& type, int64_t outputs, int64_t inputs) {
-                new (self) PackedWeight(weight_type(type), outputs, inputs);
+            [](PackedWeight* self, const std::string& type, int64_t outputs, int64_t inputs, WeightMemory& memory) {
+                new (self) PackedWeight(weight_type(type), outputs, inputs, memory);
             },
-            "type"_a, "outputs"_a, "inputs"_a)
+            "type"_a, "outputs"_a, "inputs"_a, "memory"_a)
         .def_prop_ro("outputs", &PackedWeight::outputs)
         .def_prop_ro("inputs", &PackedWeight::inputs)
         .def_prop_ro("bytes", &PackedWeight::bytes)

@@ -32,6 +32,8 @@ struct CompactArgs {
     const uint8_t* value = nullptr;
     int64_t num_blocks = 0;
     int value_bits = 0;
+    const uint16_t* mean_value = nullptr;  // for top-k attention, as in its planes
+    const uint16_t* bounds = nullptr;
 };
 
 // One layer's tensors. q and out: [num_tokens, num_heads, head_dim], a token's heads contiguous,

@@ -317,6 +317,8 @@ struct Stored {
             pack_panel<T, false>(t, panel, lo, hi);
         }
     }
+    // Whether the keys at `panel` were scored on the way to the panel.
+    static bool score(const SpanTask&, int, int) { return false; }
     static void values(const SpanTask& t, int lo, int hi) { value_phase<T>(t, lo, hi); }
 };
 
@@ -340,6 +342,7 @@ void span_form(const SpanTask& t) {
     Form::touch_values(t, lo, hi);
     for (int panel = lo & ~(kPanel - 1); panel < hi; panel += kPanel) {
         const int next = panel + kPanel;
+        if (Form::score(t, panel, hi)) continue;
         Form::pack(t, panel, lo, hi);
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {

@@ -56,7 +56,7 @@ void TopkTile::adapt_all() {
         int known = 0;
         const int count = int((stop - from) / kRecordKeys);
         for (int64_t p = from; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys)
-            record[known++] = args_->planes.scan + record_of(p) * record_bytes;
+            record[known++] = scan_record(p);
         plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
         item_->bytes += count * record_bytes;
         for (int r = 0; r < rows; ++r) {
@@ -139,8 +139,7 @@ void TopkTile::adapt_choose(Row& row) {
     best.count = count;
     plan_.select_.settle(best, order_.data());
     plan_.paged_.mass(best.score, best.count, &row.kept.m, &row.kept.l);
-    for (int i = 0; i < best.count; ++i) addresses_[size_t(i)] = at(key_, best.position[i]);
-    plan_.paged_.prefetch(addresses_.data(), best.count, plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4));
+    ask_for_keys(row, best.position, best.count);
     for (int i = 0; i < best.count; i += kPanel) {
         const int n = std::min(kPanel, best.count - i);
         float score[kScoreStride];

@@ -111,9 +111,9 @@ void bind_topk(nb::module_& m) {
             "run",
             [](TopkPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
                float scale, int64_t window, uintptr_t out, uintptr_t lse, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& planes, uintptr_t report,
-               uintptr_t position, uintptr_t dropped) {
+               uintptr_t position, uintptr_t dropped, const CompactArgs& compact) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
-                                      num_blocks, scale, window, at<float>(out), at<float>(lse)};
+                                      num_blocks, scale, window, at<float>(out), at<float>(lse), compact};
                 const TopkPlanes all{at<uint8_t>(std::get<0>(planes)), at<uint16_t>(std::get<1>(planes)),
                                      at<uint16_t>(std::get<2>(planes))};
                 const TopkLayerArgs args{layer, all, at<TopkReport>(report), at<int32_t>(position),
@@ -122,7 +122,7 @@ void bind_topk(nb::module_& m) {
                 plan.run(args);
             },
             nb::kw_only(), "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a,
-            "lse"_a, "planes"_a, "report"_a, "position"_a, "dropped"_a);
+            "lse"_a, "planes"_a, "report"_a, "position"_a, "dropped"_a, "compact"_a);
 
     m.attr("POLICY_COLUMNS") = int(sizeof(TopkPolicy) / sizeof(int32_t));
     m.attr("RECORD_KEYS") = kRecordKeys;

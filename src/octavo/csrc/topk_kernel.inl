@@ -1,7 +1,7 @@
 // Top-k attention's kernels; included after span_kernel.inl, whose scores and softmax they use.
 
-template <class T>
-void score_typed(const SpanTask& t) {
+template <class Form>
+void score_form(const SpanTask& t) {
     int lo = kSpan, hi = 0;
     for (int r = 0; r < t.rows; ++r) {
         if (t.lo[r] >= t.hi[r]) continue;
@@ -9,7 +9,7 @@ void score_typed(const SpanTask& t) {
         hi = t.hi[r] > hi ? t.hi[r] : hi;
     }
     for (int panel = lo & ~(kPanel - 1); panel < hi; panel += kPanel) {
-        pack_panel<T, false>(t, panel, lo, hi);
+        Form::pack(t, panel, lo, hi);
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
             score_rows(t.micro[i], q, t.k_panel, t.head_dim, t.scale, t.scores + row * kScoreStride + panel);
@@ -19,10 +19,14 @@ void score_typed(const SpanTask& t) {
 }
 
 void score(const SpanTask& t) {
-    if (t.half) {
-        score_typed<uint16_t>(t);
+    if (t.value_bits == 8) {
+        score_form<Compact<Value8>>(t);
+    } else if (t.value_bits == 4) {
+        score_form<Compact<Value4>>(t);
+    } else if (t.half) {
+        score_form<Stored<uint16_t>>(t);
     } else {
-        score_typed<float>(t);
+        score_form<Stored<float>>(t);
     }
 }
 

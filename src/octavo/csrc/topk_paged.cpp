@@ -82,13 +82,18 @@ bool TopkPlan::active(size_t seq) const {
     return policies_[seq].topk > 0 && batch_.seqs[seq].seq_len > dense_keys(policies_[seq]);
 }
 
-void TopkPlan::check(const TopkPlanes& planes) const {
+void TopkPlan::check(const TopkPlanes& planes, const CompactArgs& compact) const {
     if (any_tail_ && (planes.scan == nullptr || planes.mean_value == nullptr))
         throw std::invalid_argument("a sequence asks for the tail, which needs the planes of means");
     if (any_fast_ && (planes.bounds == nullptr || planes.scan == nullptr))
         throw std::invalid_argument("a sequence asks for the fast mode, which needs the plane of bounds");
     if (any_adaptive_ && planes.scan == nullptr)
         throw std::invalid_argument("a sequence asks for an adaptive budget, which needs the scan plane");
+    if (batch_.compact.empty()) return;
+    if (any_tail_ && compact.mean_value == nullptr)
+        throw std::invalid_argument("a sequence asks for the tail, which needs the means of compact history");
+    if (any_fast_ && compact.bounds == nullptr)
+        throw std::invalid_argument("a sequence asks for the fast mode, which needs the bounds of compact history");
 }
 
 TopkPlan::~TopkPlan() = default;
@@ -195,7 +200,7 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     batch_.check_blocks(args.layer.num_blocks, args.layer.compact);
     const int64_t window = args.layer.window;
     const bool planes = args.planes.scan != nullptr;
-    check(args.planes);
+    check(args.planes, args.layer.compact);
     if (divided_window_ != window || divided_planes_ != planes) divide(window, planes);
     if (planes && !seals_.empty()) seal(args);
     pool_.run(int64_t(parts_.size()),
@@ -215,11 +220,18 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     }
     for (const Part& part : parts_) args.report[part.item.seq].bytes += double(part.item.bytes);
     const double key_bytes = 2.0 * shape_.num_kv_heads * shape_.head_dim * (shape_.half ? 2 : 4);
+    const CompactArgs& compact = args.layer.compact;
+    const double compact_bytes = double(shape_.num_kv_heads) / kRecordKeys *
+                                 (record_layout(shape_.head_dim).bytes + value_layout(shape_.head_dim, compact.value_bits).bytes);
     for (size_t s = 0; s < policies_.size(); ++s) {
         const Sequence& seq = batch_.seqs[s];
         if (policies_[s].topk <= 0 || seq.q_len == 0) continue;
         const int64_t seen = window > 0 ? std::min(seq.seq_len, window + seq.q_len - 1) : seq.seq_len;
-        const double dense = seq.q_len <= kMaxScanQueries ? key_bytes * double(seen) : 0.0;
+        // Of these the last query reads so many in compact form.
+        const int64_t before = batch_.compact_blocks(seq.seq_len - 1) * shape_.block_size;
+        const int64_t small = std::max<int64_t>(0, before - (seq.seq_len - seen));
+        const double all = key_bytes * double(seen - small) + compact_bytes * double(small);
+        const double dense = seq.q_len <= kMaxScanQueries ? all : 0.0;
         args.report[s].dense_bytes += dense;
         if (active(s)) continue;
         args.report[s].bytes += dense;

@@ -140,7 +140,7 @@ private:
     static std::pair<int64_t, int64_t> ranked(const TopkPolicy& policy, int64_t position, int64_t window);
     std::pair<int64_t, int64_t> rank_range(const Item& item, int64_t window) const;
     void seal(const TopkLayerArgs& args);
-    void check(const TopkPlanes& planes) const;
+    void check(const TopkPlanes& planes, const CompactArgs& compact) const;
     // Whether rows of the sequence may be other than dense.
     bool active(size_t seq) const;
 

@@ -189,47 +189,131 @@ inline void tail_scores(const PagedRow& t, int first, int end, const TailTask& t
     }
 }
 
+// acc = sum of weight * value over the kept keys [first, first + n), in compact form.
+template <class V>
+void compact_values(const PagedRow& t, int first, const float* weight, int n, float* acc) {
+    const ValueLayout layout = value_layout(t.head_dim, V::kBits);
+    const uint8_t* code[kSpan];
+    float scale[kSpan], minimum[kSpan] = {};
+    for (int j = 0; j < n; ++j) {
+        const int32_t p = t.position[first + j];
+        const int64_t index = t.compact_blocks[p >> t.block_shift] * t.compact_stride +
+                              (p & ((1 << t.block_shift) - 1)) / kRecordKeys;
+        const uint8_t* record = t.compact_value + index * layout.bytes;
+        const int at = p % kRecordKeys, half = at & 8;
+        float eight[8];
+        store8(eight, load8(reinterpret_cast<const uint16_t*>(record + layout.scale) + half));
+        scale[j] = eight[at - half];
+        if (V::kBits == 4) {
+            store8(eight, load8(reinterpret_cast<const uint16_t*>(record + layout.minimum) + half));
+            minimum[j] = eight[at - half];
+        }
+        code[j] = record + at * layout.code_bytes;
+    }
+    constexpr int N = 4;
+    int d = 0;
+    for (; d + 8 * N <= t.head_dim; d += 8 * N) {
+        F8 a[N];
+        UNROLL for (int c = 0; c < N; ++c) a[c] = set8(0.0f);
+        for (int j = 0; j < n; ++j) {
+            const F8 w = set8(weight[j]);
+            const V v(code[j], scale[j], minimum[j]);
+            UNROLL for (int c = 0; c < N; ++c) a[c] = fma8(w, v.part(d + c * 8), a[c]);
+        }
+        UNROLL for (int c = 0; c < N; ++c) store8(acc + d + c * 8, a[c]);
+    }
+    for (; d < t.head_dim; d += 8) {
+        F8 a = set8(0.0f);
+        for (int j = 0; j < n; ++j) a = fma8(set8(weight[j]), V(code[j], scale[j], minimum[j]).part(d), a);
+        store8(acc + d, a);
+    }
+}
+
+// The values of the kept keys [first, first + n), which are all in one form.
 template <class T>
-void attend_span_typed(PagedRow& t, int first, int end, const TailTask& tail) {
+void span_values(const PagedRow& t, int first, const float* weight, int n, float* acc) {
+    if (n > 0 && t.position[first] < t.stored) {
+        if (t.value_bits == 8) return compact_values<Value8>(t, first, weight, n, acc);
+        return compact_values<Value4>(t, first, weight, n, acc);
+    }
     const T* value[kSpan];
-    float weight[kSpan + 8], rest[kPanel];
-    const bool some = tail.lo < tail.hi;
-    if (some) tail_scores(t, first, end, tail, rest);
-    const int n = end - first;
-    float m = -__builtin_inff();
     for (int j = 0; j < n; ++j) {
         const int32_t p = t.position[first + j];
         value[j] = static_cast<const T*>(t.value) + t.blocks[p >> t.block_shift] * t.block_stride +
                    int64_t(p & ((1 << t.block_shift) - 1)) * t.head_dim;
+    }
+    all_values(value, weight, n, t.head_dim, false, acc);
+}
+
+// The partial of the kept keys [first, end) of one span, in one form, and `rest`, the scores of the span's tails, or
+// nullptr where there is no tail.
+template <class T>
+void span_partial(const PagedRow& t, int first, int end, float* rest, const TailTask& tail, float* m_out, float* l_out,
+                  float* acc) {
+    float weight[kSpan + 8];
+    const int n = end - first;
+    float m = -__builtin_inff();
+    for (int j = 0; j < n; ++j) {
         weight[j] = t.score[first + j];
         m = m > weight[j] ? m : weight[j];
     }
-    for (int i = 0; some && i < kPanel; ++i) m = m > rest[i] ? m : rest[i];
+    for (int i = 0; rest != nullptr && i < kPanel; ++i) m = m > rest[i] ? m : rest[i];
     for (int j = n; j < n + 8; ++j) weight[j] = -__builtin_inff();
     const F8 top = set8(m == -__builtin_inff() ? 0.0f : m);
     for (int j = 0; j < n; j += 8) store8(weight + j, exp8(sub8(load8(weight + j), top)));
     float lane[kPanel] = {};
     for (int j = 0; j < n; ++j) lane[t.position[first + j] & (kPanel - 1)] += weight[j];
-    if (!some) {
-        const float l = fold8(add8(load8(lane), load8(lane + 8)));
-        all_values(value, weight, n, t.head_dim, false, t.partial);
-        merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
-        return;
+    span_values<T>(t, first, weight, n, acc);
+    *m_out = m;
+    if (rest != nullptr) {
+        const uint16_t* mean[kPanel];
+        float mean_weight[kPanel];
+        int means = 0;
+        for (int i = 0; i < kPanel; i += 8) store8(rest + i, exp8(sub8(load8(rest + i), top)));
+        for (int i = 0; i < kPanel; ++i) {
+            lane[i] += rest[i];
+            if (rest[i] == 0.0f) continue;
+            mean[means] = tail.mean_value[i];
+            mean_weight[means++] = rest[i];
+        }
+        all_values(mean, mean_weight, means, t.head_dim, true, acc);
     }
-    const uint16_t* mean[kPanel];
-    float mean_weight[kPanel];
-    int means = 0;
-    for (int i = 0; i < kPanel; i += 8) store8(rest + i, exp8(sub8(load8(rest + i), top)));
-    for (int i = 0; i < kPanel; ++i) {
-        lane[i] += rest[i];
-        if (rest[i] == 0.0f) continue;
-        mean[means] = tail.mean_value[i];
-        mean_weight[means++] = rest[i];
+    *l_out = fold8(add8(load8(lane), load8(lane + 8)));
+}
+
+template <class T>
+void attend_span_typed(PagedRow& t, int first, int end, const TailTask& tail) {
+    float rest[kPanel], m, l;
+    const bool some = tail.lo < tail.hi;
+    if (some) tail_scores(t, first, end, tail, rest);
+    int middle = first;
+    while (middle < end && t.position[middle] < t.stored) ++middle;
+    const bool both = first < middle && middle < end;
+    span_partial<T>(t, first, both ? middle : end, some && !both ? rest : nullptr, tail, &m, &l, t.partial);
+    if (both) {
+        float stored_m, stored_l, *acc = t.partial + t.head_dim;
+        span_partial<T>(t, middle, end, some ? rest : nullptr, tail, &stored_m, &stored_l, acc);
+        merge(1, t.head_dim, &stored_m, &stored_l, acc, &m, &l, t.partial);
     }
-    const float l = fold8(add8(load8(lane), load8(lane + 8)));
-    all_values(value, weight, n, t.head_dim, false, t.partial);
-    all_values(mean, mean_weight, means, t.head_dim, true, t.partial);
     merge(1, t.head_dim, &m, &l, t.partial, &t.m, &t.l, t.acc);
+}
+
+void expand_key(const uint8_t* record, int at, int head_dim, float* key) {
+    const RecordLayout layout = record_layout(head_dim);
+    const int8_t* code = reinterpret_cast<const int8_t*>(record) + 2 * at;
+    const uint16_t* mean = reinterpret_cast<const uint16_t*>(record + layout.mean);
+    float scales[kRecordKeys];
+    for (int h = 0; h < kRecordKeys; h += 8)
+        store8(scales + h, load8(reinterpret_cast<const uint16_t*>(record + layout.scale) + h));
+    const F8 scale = set8(scales[at]);
+    for (int d = 0; d < head_dim; d += 8) {
+        float eight[8];
+        for (int i = 0; i < 8; i += 2, code += 2 * kRecordKeys) {
+            eight[i] = code[0];
+            eight[i + 1] = code[1];
+        }
+        store8(key + d, fma8(load8(eight), scale, load8(mean + d)));
+    }
 }
 
 void clear(PagedRow& t) {

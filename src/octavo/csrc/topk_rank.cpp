@@ -43,7 +43,7 @@ std::pair<int64_t, int64_t> TopkPlan::rank_range(const Item& item, int64_t windo
 void TopkTile::rank_some(int64_t begin, int count, float* value, int64_t stride) {
     const int d = plan_.shape_.head_dim;
     const uint16_t* bounds[kSpan];
-    for (int i = 0; i < count; ++i) bounds[i] = args_->planes.bounds + record_of((begin + i) * kRecordKeys) * 2 * d;
+    for (int i = 0; i < count; ++i) bounds[i] = bounds_of((begin + i) * kRecordKeys);
     plan_.paged_.rank({item_->rows, d, queries_.data(), count, bounds, value, stride});
     item_->bytes += int64_t(count) * d * 4;
 }

@@ -106,8 +106,14 @@ struct PagedRow {
     const int32_t* blocks;  // of the sequence
     const void* value;
     int64_t block_stride;
+    // Keys before this position are read in compact form: value records of the sequence's compact blocks.
+    int64_t stored;
+    const int32_t* compact_blocks;
+    const uint8_t* compact_value;
+    int64_t compact_stride;  // records a block
+    int value_bits;
     float* acc;      // [head_dim]
-    float* partial;  // [head_dim] scratch
+    float* partial;  // [2][head_dim] scratch
     float m, l;      // results
 };
 
@@ -140,12 +146,15 @@ struct PagedTopkIsa {
     void (*prefetch)(const void* const* row, int count, int bytes);
     void (*gather)(const GatherTask& task);
     void (*attend)(PagedRow& row);
-    // The same by spans: (m, l, acc) of nothing, then the kept keys [first, end) of one span, and its tail.
+    // The same by spans: (m, l, acc) of nothing, then the kept keys [first, end) of one span, and its tail. Those in
+    // compact form and those as stored give a partial each, as in span_kernel.inl's driver; the tail joins the last.
     void (*clear)(PagedRow& row);
     void (*attend_span)(PagedRow& row, int first, int end, const TailTask& tail);
     // (m, l) <- (m, l) with the n more scores: l = sum of exp(score - m).
     void (*mass)(const float* scores, int n, float* m, float* l);
     void (*rank)(const RankTask& task);
+    // Key `at` of a record, [head_dim], as compact history has it.
+    void (*expand)(const uint8_t* record, int at, int head_dim, float* key);
 };
 
 const PagedTopkIsa& portable_paged_topk();

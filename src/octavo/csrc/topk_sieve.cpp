@@ -25,7 +25,6 @@ std::vector<ScanQuery> TopkTile::scan_queries() {
 
 // Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
 void TopkTile::scan_all() {
-    const Shape& shape = plan_.shape_;
     const int rows = item_->rows;
     int64_t end = item_->scan_end, last = 0;
     for (int r = 0; r < rows; ++r) last = std::max(last, rows_[size_t(r)].position);
@@ -38,10 +37,9 @@ void TopkTile::scan_all() {
             for (int64_t i = 0; i < item_->parts; ++i)
                 take_found(rows_[size_t(r)], plan_.parts_[size_t(item_->first_part + i)].found[size_t(item_->part_row + r)]);
     }
-    item_->bytes += (last + 1 - end) * shape.head_dim * (shape.half ? 2 : 4);
     for (int64_t base = end; base <= last; base += kPanel) {
         const int count = int(std::min<int64_t>(kPanel, last + 1 - base));
-        score_panel(rows, queries_.data(), base, count, scores_);
+        score_panel(base, count);
         for (int r = 0; r < rows; ++r) {
             Row& row = rows_[size_t(r)];
             const int lo = int(std::clamp<int64_t>(row.first - base, 0, count));
@@ -52,17 +50,27 @@ void TopkTile::scan_all() {
     for (int r = 0; r < rows; ++r) contest(rows_[size_t(r)]);
 }
 
-// The scores of the keys base + [0, count) of one record. Their values are asked for: most of them are recent.
-void TopkTile::score_panel(int rows, const float* const* q, int64_t base, int count, float* score) {
-    const Shape& shape = plan_.shape_;
-    const int row_bytes = shape.head_dim * (shape.half ? 2 : 4);
-    const void *key[kPanel], *value[kPanel];
-    for (int i = 0; i < count; ++i) {
-        key[i] = at(key_, base + i);
-        value[i] = at(value_, base + i);
+// The scores of the keys base + [0, count) of one record, of every row. Their values are asked for: most of them are
+// recent.
+void TopkTile::score_panel(int64_t base, int count) {
+    int32_t position[kPanel];
+    for (int i = 0; i < count; ++i) position[i] = int32_t(base + i);
+    int64_t compact = 0;
+    for (int r = 0; r < item_->rows; ++r) compact = std::max(compact, rows_[size_t(r)].stored);
+    if (base < compact) {
+        for (int r = 0; r < item_->rows; ++r) {
+            ask_for_values(rows_[size_t(r)], position, count);
+            score_at(rows_[size_t(r)], position, count, scores_ + int64_t(r) * kScoreStride);
+        }
+        return;
     }
-    plan_.paged_.prefetch(value, count, row_bytes);
-    plan_.paged_.gather({rows, count, shape.head_dim, shape.half, args_->layer.scale, q, key, k_panel_, score});
+    const Shape& shape = plan_.shape_;
+    const void* key[kPanel];
+    for (int i = 0; i < count; ++i) key[i] = at(key_, base + i);
+    ask_for_values(rows_[0], position, count);
+    plan_.paged_.gather({item_->rows, count, shape.head_dim, shape.half, args_->layer.scale, queries_.data(), key, k_panel_,
+                         scores_});
+    item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
 }
 
 // Scored keys base + [lo, hi), in order of position: candidates, and when these are through the recent keys.
@@ -102,7 +110,7 @@ void TopkTile::scan_records(int64_t begin, int64_t end) {
 void TopkTile::scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known) {
     const int64_t record_bytes = record_layout(plan_.shape_.head_dim).bytes;
     const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
-    for (int i = 0; i < known; ++i) record[i] = args_->planes.scan + record_of(start[i]) * record_bytes;
+    for (int i = 0; i < known; ++i) record[i] = scan_record(start[i]);
     plan_.paged_.scan({rows, plan_.shape_.head_dim, queries, count, known, record, values_, bounds_});
     item_->bytes += count * record_bytes;
     int32_t stay[kSpan + kPanel];
@@ -207,26 +215,18 @@ void TopkTile::tighten(Row& row) {
 
 // Candidates get their scores, sixteen at a time, and compete for the places.
 void TopkTile::rescore(Row& row) {
-    const Shape& shape = plan_.shape_;
-    const int row_bytes = shape.head_dim * (shape.half ? 2 : 4);
     const bool few = row.num_candidates <= 2 * row.best.places;
-    for (int i = 0; i < row.num_candidates; ++i) addresses_[size_t(i)] = at(key_, row.candidate[i]);
-    plan_.paged_.prefetch(addresses_.data(), row.num_candidates, row_bytes);
+    ask_for_keys(row, row.candidate, row.num_candidates);
     for (int first = 0; first < row.num_candidates; first += kPanel) {
         const int n = std::min(kPanel, row.num_candidates - first);
-        const void* key[kPanel];
+        int32_t position[kPanel];
         float scores[kScoreStride];
         int unknown = 0;
         for (int i = 0; i < n; ++i)
-            if (row.bound[first + i] != 0.0f) key[unknown++] = addresses_[size_t(first + i)];
-        if (unknown > 0)
-            plan_.paged_.gather({1, unknown, shape.head_dim, shape.half, args_->layer.scale, &row.query.q, key, k_panel_, scores});
-        if (few) {
-            // Most of them will be kept.
-            const void* value[kPanel];
-            for (int i = 0; i < n; ++i) value[i] = at(value_, row.candidate[first + i]);
-            plan_.paged_.prefetch(value, n, row_bytes);
-        }
+            if (row.bound[first + i] != 0.0f) position[unknown++] = row.candidate[first + i];
+        if (unknown > 0) score_at(row, position, unknown, scores);
+        // Most of them will be kept.
+        if (few) ask_for_values(row, row.candidate + first, n);
         row.rescored += unknown;
         if (row.best.count > 2 * row.best.places + kTopkSlack) plan_.select_.settle(row.best, order_.data());
         float* to = row.best.score + row.best.count;

@@ -5,6 +5,7 @@
 // window cuts) that were not kept enter one by one, as if they had been.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "topk_tile.h"
@@ -26,13 +27,14 @@ void TopkTile::attend_with_tail() {
     }
     // The means as a cache of their own, one key a block: scored by the kernel that scores keys.
     SpanTask task = span_task();
-    task.key = task.value = args_->planes.scan + layout.mean;
-    task.block_stride = layout.bytes / 2;
+    task.key = task.value = means_.data();
+    task.block_stride = shape.head_dim;
     task.block_shift = 0;
     task.half = true;
-    int32_t record[kPanel];
+    int32_t place[kPanel];
+    for (int i = 0; i < kPanel; ++i) place[i] = i;
     const uint16_t* mean_value[kPanel];
-    task.blocks = record;
+    task.blocks = place;
     for (int64_t base = first / kSpan * kSpan; base <= last; base += kSpan) {
         int lowest = kPanel, highest = 0;
         for (int r = 0; r < item_->rows; ++r) {
@@ -45,8 +47,9 @@ void TopkTile::attend_with_tail() {
             highest = std::max(highest, hi_[size_t(r)]);
         }
         for (int i = lowest; i < highest; ++i) {
-            record[i] = int32_t(record_of(base + i * kRecordKeys));
-            mean_value[i] = args_->planes.mean_value + int64_t(record[i]) * shape.head_dim;
+            const int64_t p = base + i * kRecordKeys;
+            std::memcpy(means_.data() + i * shape.head_dim, scan_record(p) + layout.mean, size_t(shape.head_dim) * 2);
+            mean_value[i] = mean_value_of(p);
         }
         item_->bytes += int64_t(std::max(0, highest - lowest)) * shape.head_dim * 4;
         ask_for_means(base + kSpan, last);
@@ -66,14 +69,11 @@ void TopkTile::attend_with_tail() {
 // Asks memory for the means of a span, which nothing has read yet where records were ranked.
 void TopkTile::ask_for_means(int64_t base, int64_t last) {
     const int bytes = plan_.shape_.head_dim * 2, mean = record_layout(plan_.shape_.head_dim).mean;
-    const uint8_t* scan = args_->planes.scan + mean;
-    const int record_bytes = record_layout(plan_.shape_.head_dim).bytes;
     const void *key[kPanel], *value[kPanel];
     int count = 0;
     for (int64_t p = base; p < base + kSpan && p + kRecordKeys <= last; p += kRecordKeys) {
-        const int64_t index = record_of(p);
-        key[count] = scan + index * record_bytes;
-        value[count++] = args_->planes.mean_value + index * plan_.shape_.head_dim;
+        key[count] = scan_record(p) + mean;
+        value[count++] = mean_value_of(p);
     }
     // Records lie across lines.
     plan_.paged_.prefetch(key, count, bytes + 60);

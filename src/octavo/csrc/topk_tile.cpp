@@ -19,7 +19,7 @@ TopkTile::TopkTile(const TopkPlan& plan)
       capacity_(up16(topk_capacity(plan.max_places_, plan.max_topk_) + kSpan)) {
     const int64_t rows = plan.tile_rows_, d = plan.shape_.head_dim;
     const int64_t scores = rows * kScoreStride, entries = rows * capacity_;
-    memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 17 * up16(d) + 3 * entries + 16)]);
+    memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 34 * up16(d) + 3 * entries + 16)]);
     // On a line, as every piece then is: vectors of 64 bytes would lie across two.
     float* at = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64 / sizeof(float);
     const auto piece = [&at](int64_t floats) {
@@ -33,7 +33,9 @@ TopkTile::TopkTile(const TopkPlan& plan)
     bounds_ = piece(scores);
     k_panel_ = piece(kPanel * up16(d));
     acc_ = piece(up16(rows * d));
-    partial_ = piece(up16(d));
+    partial_ = piece(2 * up16(d));
+    expanded_ = piece(kPanel * up16(d));
+    means_.resize(size_t(kPanel * d));
     rows_.resize(size_t(rows));
     queries_.resize(size_t(rows));
     lo_.resize(size_t(rows));
@@ -42,7 +44,6 @@ TopkTile::TopkTile(const TopkPlan& plan)
     ints_.resize(size_t(2 * entries));
     codes_.resize(size_t(rows * d));
     lower_.resize(size_t(capacity_));
-    addresses_.resize(size_t(capacity_));
     for (int64_t r = 0; r < rows; ++r) {
         Row& row = rows_[size_t(r)];
         row.best.score = piece(capacity_);
@@ -88,6 +89,10 @@ void TopkTile::start() {
     const int64_t head = int64_t(item_->kv_head) * shape.block_size * d * (shape.half ? 2 : 4);
     key_ = static_cast<const char*>(args_->layer.key) + head;
     value_ = static_cast<const char*>(args_->layer.value) + head;
+    compact_blocks_ = plan_.batch_.compact.data() + seq_->first_compact;
+    key_layout_ = record_layout(d);
+    value_layout_ = value_layout(d, args_->layer.compact.value_bits);
+    all_compact_ = std::numeric_limits<int64_t>::max();
     item_->report = {};
     item_->bytes = 0;
     for (int r = 0; r < item_->rows; ++r) {
@@ -100,6 +105,8 @@ void TopkTile::start() {
         row.first = args_->layer.window > 0 ? std::max<int64_t>(0, row.position - args_->layer.window + 1) : 0;
         row.visible = row.position + 1 - row.first;
         row.others_end = std::max(row.first, row.position + 1 - policy_.recent);
+        row.stored = plan_.batch_.compact_blocks(row.position) * shape.block_size;
+        all_compact_ = std::min(all_compact_, row.stored);
         row.best.places = policy_.topk - policy_.recent;
         row.best.count = 0;
         row.best.limited = false;
@@ -144,29 +151,38 @@ SpanTask TopkTile::span_task() {
     return task;
 }
 
-// Every visible key is scored, a span at a time.
+// Every visible key is scored, a span at a time, first what rows read in compact form.
 void TopkTile::score_all() {
-    SpanTask task = span_task();
+    const SpanTask stored = span_task(), compact = compact_task(stored);
     int64_t first = rows_[0].first, last = 0;
     for (int r = 0; r < item_->rows; ++r) {
         first = std::min(first, rows_[size_t(r)].first);
         last = std::max(last, rows_[size_t(r)].position);
     }
-    for (int64_t base = first / kSpan * kSpan; base <= last; base += kSpan) {
+    const auto score = [&](SpanTask task, int64_t base) {
+        const bool is_compact = task.value_bits != 0;
         int lowest = kSpan, highest = 0;
         for (int r = 0; r < item_->rows; ++r) {
             const Row& row = rows_[size_t(r)];
-            const int lo = lo_[size_t(r)] = int32_t(std::clamp<int64_t>(row.first - base, 0, kSpan));
-            const int hi = hi_[size_t(r)] = int32_t(std::clamp<int64_t>(row.position + 1 - base, 0, kSpan));
+            const int64_t from = is_compact ? row.first : std::max(row.first, row.stored);
+            const int64_t to = is_compact ? row.stored : row.position + 1;
+            const int lo = lo_[size_t(r)] = int32_t(std::clamp<int64_t>(from - base, 0, kSpan));
+            const int hi = hi_[size_t(r)] = int32_t(std::clamp<int64_t>(to - base, 0, kSpan));
             if (lo >= hi) continue;
             lowest = std::min(lowest, lo);
             highest = std::max(highest, hi);
         }
-        item_->bytes += int64_t(std::max(0, highest - lowest)) * task.head_dim * (task.half ? 2 : 4);
-        task.blocks = blocks_ + (base >> plan_.block_shift_);
+        if (lowest >= highest) return;
+        const int64_t key_bytes = is_compact ? key_layout_.bytes / kRecordKeys : task.head_dim * (task.half ? 2 : 4);
+        item_->bytes += (highest - lowest) * key_bytes;
+        task.blocks = (is_compact ? compact_blocks_ : blocks_) + (base >> plan_.block_shift_);
         plan_.select_.score(task);
         for (int r = 0; r < item_->rows; ++r)
             take(rows_[size_t(r)], scores_ + int64_t(r) * kScoreStride, base, lo_[size_t(r)], hi_[size_t(r)]);
+    };
+    for (int64_t base = first / kSpan * kSpan; base <= last; base += kSpan) {
+        if (compact.value_bits != 0) score(compact, base);
+        score(stored, base);
     }
 }
 
@@ -193,46 +209,22 @@ void TopkTile::settle(Row& row) {
     row.settled = true;
 }
 
-// The index of the position's record in a plane.
-int64_t TopkTile::record_of(int64_t position) const {
-    const Shape& shape = plan_.shape_;
-    const int64_t block = blocks_[position >> plan_.block_shift_], records = shape.block_size / kRecordKeys;
-    return (block * shape.num_kv_heads + item_->kv_head) * records + (position & (shape.block_size - 1)) / kRecordKeys;
-}
-
-const void* TopkTile::at(const char* base, int64_t position) const {
-    const Shape& shape = plan_.shape_;
-    const int64_t element = blocks_[position >> plan_.block_shift_] * stride_ +
-                            (position & (shape.block_size - 1)) * shape.head_dim;
-    return base + element * (shape.half ? 2 : 4);
-}
-
-void TopkTile::score_at(const Row& row, const int32_t* position, int count, float* score) {
-    const Shape& shape = plan_.shape_;
-    const void* key[kPanel];
-    for (int i = 0; i < count; ++i) key[i] = at(key_, position[i]);
-    plan_.paged_.gather({1, count, shape.head_dim, shape.half, args_->layer.scale, &row.query.q, key, k_panel_, score});
-    item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
-}
-
 // Scores and takes the keys [begin, end) that no scan tells of.
 void TopkTile::take_keys(Row& row, int64_t begin, int64_t end) {
     float score[kScoreStride];
     for (int64_t p = begin; p < end; p += kPanel) {
         const int n = int(std::min<int64_t>(kPanel, end - p));
-        score_panel(1, &row.query.q, p, n, score);
+        int32_t position[kPanel];
+        for (int i = 0; i < n; ++i) position[i] = int32_t(p + i);
+        ask_for_values(row, position, n);
+        score_at(row, position, n, score);
         take_open(row, score, p, 0, n);
     }
-    item_->bytes += (end > begin ? end - begin : 0) * plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
 }
 
 void TopkTile::prefetch_values() {
-    const int bytes = plan_.shape_.head_dim * (plan_.shape_.half ? 2 : 4);
-    for (int r = 0; r < item_->rows; ++r) {
-        const TopkRow& best = rows_[size_t(r)].best;
-        for (int i = 0; i < best.count; ++i) addresses_[size_t(i)] = at(value_, best.position[i]);
-        plan_.paged_.prefetch(addresses_.data(), best.count, bytes);
-    }
+    for (int r = 0; r < item_->rows; ++r)
+        ask_for_values(rows_[size_t(r)], rows_[size_t(r)].best.position, rows_[size_t(r)].best.count);
 }
 
 void TopkTile::start_kept(int r) {
@@ -249,6 +241,12 @@ void TopkTile::start_kept(int r) {
     kept.blocks = blocks_;
     kept.value = value_;
     kept.block_stride = stride_;
+    kept.stored = row.stored;
+    kept.compact_blocks = compact_blocks_;
+    const int64_t records = shape.block_size / kRecordKeys;
+    kept.compact_value = args_->layer.compact.value + item_->kv_head * records * value_layout_.bytes;
+    kept.compact_stride = shape.num_kv_heads * records;
+    kept.value_bits = args_->layer.compact.value_bits;
     kept.acc = acc_ + int64_t(r) * shape.head_dim;
     kept.partial = partial_;
     row.next = 0;
@@ -279,8 +277,9 @@ void TopkTile::finish(int r) {
     item_->report.rescored += double(row.rescored);
     item_->report.dropped_sum += dropped;
     item_->report.dropped_max = std::max(item_->report.dropped_max, dropped);
-    const int64_t row_bytes = shape.head_dim * (shape.half ? 2 : 4);
-    item_->bytes += (kept.count + row.rescored) * row_bytes;
+    const int64_t row_bytes = shape.head_dim * (shape.half ? 2 : 4), compact_bytes = value_layout_.bytes / kRecordKeys;
+    const int64_t compact = std::lower_bound(kept.position, kept.position + kept.count, row.stored) - kept.position;
+    item_->bytes += compact * compact_bytes + (kept.count - compact) * row_bytes;
     if (args_->dropped != nullptr) args_->dropped[index] = float(std::min(1.0, dropped * (1.0 + 1e-7)));
 }
 

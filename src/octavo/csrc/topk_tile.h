@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "compact_rows.h"
 #include "topk_paged.h"
 
 namespace octavo {
@@ -25,6 +26,7 @@ private:
         int64_t position;       // of the query
         int64_t first;          // visible key
         int64_t others_end;     // the recent keys start here
+        int64_t stored;         // keys before it are read in compact form
         int64_t visible;
         bool settled;
         Mass scored;            // candidates with a score of their own
@@ -56,7 +58,7 @@ private:
     void scan_all();
     void scan_records(int64_t begin, int64_t end);
     void scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known);
-    void score_panel(int rows, const float* const* q, int64_t base, int count, float* score);
+    void score_panel(int64_t base, int count);
     void take_open(Row& row, const float* scores, int64_t base, int lo, int hi);
     void contest(Row& row);
     void limit_candidates(Row& row);
@@ -72,7 +74,8 @@ private:
     void adapt_choose(Row& row);
     float least_score(const Row& row) const;
     std::vector<ScanQuery> scan_queries();
-    // The scores of up to 16 keys.
+    // The scores of up to 16 keys; the second counts the bytes it reads.
+    void score_keys(const Row& row, const int32_t* position, int count, float* score);
     void score_at(const Row& row, const int32_t* position, int count, float* score);
     void take_keys(Row& row, int64_t begin, int64_t end);
     void tighten(Row& row);
@@ -87,8 +90,16 @@ private:
     double dropped_bound(const Row& row) const;
     SpanTask span_task();
     int64_t out_index(int r) const;
+    SpanTask compact_task(const SpanTask& stored) const;
     int64_t record_of(int64_t position) const;
+    int64_t compact_record_of(int64_t position) const;
+    const uint8_t* scan_record(int64_t position) const;
+    const uint16_t* bounds_of(int64_t position) const;
+    const uint16_t* mean_value_of(int64_t position) const;
     const void* at(const char* base, int64_t position) const;
+    void ask_for_keys(const Row& row, const int32_t* position, int count);
+    void ask_for_values(const Row& row, const int32_t* position, int count);
+    int64_t bytes_of(const Row& row, int64_t position) const;
 
     const TopkPlan& plan_;
     const TopkLayerArgs* args_ = nullptr;
@@ -98,16 +109,21 @@ private:
     int64_t stride_ = 0;
     TopkPolicy policy_{};
     const char *key_ = nullptr, *value_ = nullptr;
+    // The compact history of the sequence and KV head, and the keys that all rows read in compact form.
+    const int32_t* compact_blocks_ = nullptr;
+    ValueLayout value_layout_{};
+    RecordLayout key_layout_{};
+    int64_t all_compact_ = 0;
 
     int64_t capacity_;
     std::unique_ptr<float[]> memory_;
-    float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_;
+    float *q_packed_, *scores_, *values_, *bounds_, *k_panel_, *acc_, *partial_, *expanded_;
     std::vector<Row> rows_;
     std::vector<const float*> queries_;  // of the rows
     std::vector<int32_t> lo_, hi_, order_, ints_, start_;
     std::vector<int16_t> codes_;
+    std::vector<uint16_t> means_;  // [16][head_dim] of keys
     std::vector<float> lower_;
-    std::vector<const void*> addresses_;
 };
 
 }  // namespace octavo

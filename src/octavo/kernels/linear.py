@@ -8,6 +8,8 @@ import torch
 
 from octavo.kernels.native import ThreadPool, _native
 
+WeightMemory = _native.WeightMemory
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
@@ -51,12 +53,12 @@ class StoredMatrix:
         return cls("f32", values.shape[0], values.shape[1], values.view(-1).view(torch.uint8))
 
 
-def pack(stored: StoredMatrix, pool: ThreadPool) -> _native.PackedWeight:
+def pack(stored: StoredMatrix, pool: ThreadPool, memory: WeightMemory) -> _native.PackedWeight:
     """The matrix in the kernels' order, its data read once.
 
     Raises ValueError for an unknown type, inputs that the type cannot hold, or data of a wrong size.
     """
-    weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs)
+    weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs, memory)
     form = weight_formats()[stored.type]
     num_bytes = stored.outputs * stored.inputs // form.block_size * form.block_bytes
     data = stored.data
@@ -74,6 +76,8 @@ class PackedLinear:
 
     Every part is packed once and is not readable as a matrix any more. ``int8``: x is rounded to 8 bits a
     value, by the law of ``csrc/linear_int8.h``, if all parts are of types that have a kernel for it.
+    ``memory``: what the products of a model share, so that they lie one after the other in the order in which
+    they are packed.
     """
 
     def __init__(
@@ -84,13 +88,15 @@ class PackedLinear:
         isa: str = "auto",
         *,
         int8: bool = False,
+        memory: WeightMemory | None = None,
     ) -> None:
         self.inputs = inputs
         self.parts = outputs
         self.outputs = sum(outputs.values())
-        self._pool = pool
+        self.pool = pool
         self._isa = isa
         self._int8 = int8
+        self._memory = WeightMemory() if memory is None else memory
         self._packed: dict[str, _native.PackedWeight] = {}
 
     def pack(self, part: str, stored: StoredMatrix) -> None:
@@ -101,7 +107,7 @@ class PackedLinear:
             raise ValueError(
                 f"{part} must be {[self.parts[part], self.inputs]}, got {[stored.outputs, stored.inputs]}"
             )
-        self._packed[part] = pack(stored, self._pool)
+        self._packed[part] = pack(stored, self.pool, self._memory)
 
     @property
     def weights(self) -> list[_native.PackedWeight]:
@@ -123,7 +129,7 @@ class PackedLinear:
             out=out.data_ptr(),
             out_stride=self.outputs,
             int8=self._int8,
-            pool=self._pool,
+            pool=self.pool,
             isa=self._isa,
         )
         return out

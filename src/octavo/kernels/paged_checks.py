@@ -13,7 +13,7 @@ KV_DTYPES = (torch.float32, torch.float16)
 RECORD_KEYS: int = _native.RECORD_KEYS
 #: Bits that a compact value may have.
 VALUE_BITS = (8, 4)
-NO_COMPACT = _native.CompactLayer(key=0, value=0, num_blocks=0, value_bits=0)
+NO_COMPACT = _native.CompactLayer(planes=[0, 0, 0, 0], num_blocks=0, value_bits=0)
 
 
 def why_not(spec: AttentionSpec) -> str | None:
@@ -95,9 +95,10 @@ def compact_layer(kv: KVLayer, history_window: int | None, spec: AttentionSpec) 
     check_compact(
         kv.compact, (spec.num_kv_heads, spec.block_size // RECORD_KEYS), spec.head_dim, spec.value_bits
     )
-    key, value = kv.compact.key, kv.compact.value
     return _native.CompactLayer(
-        key=key.data_ptr(), value=value.data_ptr(), num_blocks=key.shape[0], value_bits=spec.value_bits
+        planes=[0 if x is None else x.data_ptr() for x in kv.compact],
+        num_blocks=kv.compact.key.shape[0],
+        value_bits=spec.value_bits,
     )
 
 

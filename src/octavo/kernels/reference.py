@@ -226,15 +226,23 @@ def mean_of_span(rows: torch.Tensor) -> torch.Tensor:
 
 
 def tail_row(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, first: int, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    first: int,
+    scale: float,
+    stored: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The output ``[head_dim]`` of a row that keeps ``kept``, with the tail, in float64.
 
     ``q`` ``[head_dim]`` stands at the last of ``keys`` and ``values`` ``[positions, head_dim]`` and sees
     those from ``first`` on. The n keys of a span of 16 that were not kept are one term: log n + scale q.(the
     span's mean key), with the span's mean value. A span that the row sees in part, or stands in, enters key
-    by key; one whose means are not finite adds nothing.
+    by key; one whose means are not finite adds nothing. ``stored``: keys and values as they are stored, where
+    the row reads some in compact form; means are of these.
     """
+    whole_keys, whole_values = (keys, values) if stored is None else stored
     position = len(keys) - 1
     whole, own = -(-first // 16) * 16, position // 16 * 16
     is_kept = torch.zeros(len(keys), dtype=torch.bool)
@@ -248,7 +256,7 @@ def tail_row(
     for start in range(whole, own, 16):
         span = slice(start, start + 16)
         n = 16 - int(is_kept[span].sum())
-        mean_key, mean_value = mean_of_span(keys[span]), mean_of_span(values[span])
+        mean_key, mean_value = mean_of_span(whole_keys[span]), mean_of_span(whole_values[span])
         if n == 0 or not mean_key.isfinite().all() or not mean_value.isfinite().all():
             continue
         terms.append(scale * (mean_key @ q.double()) + math.log(n))

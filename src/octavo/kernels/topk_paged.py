@@ -61,6 +61,7 @@ class Plan(NamedTuple):
     native: _native.TopkPlan
     spec: AttentionSpec
     num_seqs: int
+    history_window: int | None
 
 
 class Report(NamedTuple):
@@ -155,7 +156,7 @@ def plan(
     native = _native.TopkPlan(
         batch=batch, policies=policies.data_ptr(), shape=checks.shape_of(spec), pool=pool, isa=isa
     )
-    return Plan(native, spec, num_seqs)
+    return Plan(native, spec, num_seqs, meta.history_window)
 
 
 def attend(
@@ -173,7 +174,7 @@ def attend(
     are written to them first. ``report`` [num_seqs, len(Report)] float64 is added to. Raises ValueError for
     tensors that do not fit the plan, and for planes that a policy needs and that are not there.
     """
-    native, spec, num_seqs = plan
+    native, spec, num_seqs, history_window = plan
     checks.check_layer(q, kv, native.num_tokens, spec)
     checks.check_rows("out", out, (native.num_tokens, spec.num_heads, spec.head_dim))
     if kv.planes is not None:
@@ -202,6 +203,7 @@ def attend(
         report=0 if report is None else report.data_ptr(),
         position=0 if found is None else found.position.data_ptr(),
         dropped=0 if found is None else found.dropped.data_ptr(),
+        compact=checks.compact_layer(kv, history_window, spec),
     )
     return found
 

@@ -12,7 +12,7 @@ from octavo.config import ModelConfig
 from octavo.kernels import layer as kernel
 from octavo.kernels.api import KVLayer
 from octavo.kernels.layer import LayerShape, NativeLayer, NormWeights
-from octavo.kernels.linear import PackedLinear, StoredMatrix
+from octavo.kernels.linear import PackedLinear, StoredMatrix, WeightMemory
 from octavo.kernels.native import ThreadPool, _native
 from octavo.models import parts
 from octavo.models.rope import RopeTable
@@ -31,6 +31,7 @@ class NativeDecoder:
         self.config = config
         self.pool = pool
         self._isa = isa
+        self._memory = WeightMemory()
         self._workspace = kernel.Workspace()
         self._shape = LayerShape(
             hidden=config.hidden_size,
@@ -133,9 +134,13 @@ class NativeDecoder:
 
     def products(self) -> list[list[_native.PackedWeight]]:
         """The matrices of every product of a step: those of Q, K and V are one."""
+        return [linear.weights for linear in self.linears()]
+
+    def linears(self) -> list[PackedLinear]:
+        """The products themselves, in the order of a step, without norms and activations (benches)."""
         self._ready()
-        linears = [linear for projections, _ in self._layers for linear, _ in projections.values()]
-        return [linear.weights for linear in (*linears, self._head)]
+        layers = [linear for projections, _ in self._layers for linear, _ in projections.values()]
+        return [*layers, self._head]
 
     def load_weight(self, name: str, weight: torch.Tensor | StoredMatrix) -> None:
         """Take a matrix, as it is stored or as a tensor of any float type, or a vector, as a tensor.
@@ -167,7 +172,7 @@ class NativeDecoder:
         prefix = f"model.layers.{index}."
         projections = {}
         for role, part in parts.projections(self.config).items():
-            linear = PackedLinear(part.inputs, part.outputs, self.pool)
+            linear = self._linear(part.inputs, part.outputs)
             bias = torch.empty(linear.outputs) if part.bias else None
             first = 0
             for name, rows in part.outputs.items():
@@ -186,8 +191,11 @@ class NativeDecoder:
             norms[role] = NormWeights(weight, None, eps, center=False)
         return projections, norms
 
+    def _linear(self, inputs: int, outputs: dict[str, int]) -> PackedLinear:
+        return PackedLinear(inputs, outputs, self.pool, self._isa, int8=self._shape.int8, memory=self._memory)
+
     def _table(self, name: str, rows: int) -> PackedLinear:
-        table = PackedLinear(self.config.hidden_size, {name: rows}, self.pool)
+        table = self._linear(self.config.hidden_size, {name: rows})
         self._matrices[name] = (table, name)
         return table
 

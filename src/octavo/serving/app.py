@@ -74,7 +74,8 @@ def create_app(service: OpenAI | Embeddings, access: Access) -> App:
         inner,
         allow_origins=access.cors_origins,
         allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["Authorization", "Content-Type"],
+        # Clients for browsers send headers of their own, which nothing here reads.
+        allow_headers=["*"],
         expose_headers=["X-Request-Id", "Retry-After"],
     )
     return RequestId(inner)

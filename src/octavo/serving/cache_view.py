@@ -16,8 +16,7 @@ def look(engine: Engine, salt: str | None) -> bytes:
     ``salt``: the caller's; labels of requests under other salts are left out. None shows all.
 
     Lists with one item a block: ``refs`` (block tables that hold it), ``cached`` (1: the prefix cache can
-    match it), ``parent`` (the cached block before it, -1 for none) and ``group`` (equal numbers are blocks
-    of one tree of prefixes; -1 for a block that is not cached).
+    match it) and ``parent`` (the cached block before it in the tree of prefixes, -1 for none).
     """
     stats, metrics, view = engine.scheduler_stats, engine.metrics, engine.cache_view()
     queries = metrics.prefix_queries

@@ -51,7 +51,8 @@ def configure(*, as_json: bool, level: str = "info") -> None:
 
 def refused(request_id: str, path: str, error: ApiError) -> None:
     """The line of a call that never reached the engine. Its sentence may quote the client: it stays out."""
-    code, param = error.code or str(error.status), error.param
+    code = error.code or str(error.status)
+    param = error.param if code != "unknown_parameter" else None  # the client's own word
     _log.info("refused", id=request_id, path=path[:100], status=str(error.status), code=code, param=param)
 
 

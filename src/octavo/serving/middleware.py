@@ -104,9 +104,8 @@ class ApiKeys:
                         "this server needs an API key: send it as 'Authorization: Bearer KEY'",
                         401,
                         code="invalid_api_key",
-                        headers={
-                            "WWW-Authenticate": 'Bearer, Basic realm="octavo (the key is the password)"'
-                        },
+                        # Browsers look at the first challenge of a line only.
+                        headers={"WWW-Authenticate": 'Basic realm="octavo (the key is the password)"'},
                     ),
                 )
                 return

@@ -105,7 +105,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADERS,
-                limit_concurrency=options.max_connections,
+                # uvicorn refuses at this number, counting the one that asks.
+                limit_concurrency=options.max_connections + 1,
                 timeout_keep_alive=max(1, round(options.keep_alive)),
                 timeout_graceful_shutdown=5,
             )

@@ -109,7 +109,8 @@ def _array(metadata: Mapping[str, Any], key: str, kind: type, default: list[Any]
     value = metadata.get(f"tokenizer.ggml.{key}", default)
     if value is None:
         raise TokenizerError(f"the GGUF file has no tokenizer.ggml.{key}, which its tokenizer needs")
-    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+    # By the few types that there are: a look at each of 100,000 items takes a tenth of the start.
+    if not isinstance(value, list) or not all(issubclass(found, kind) for found in set(map(type, value))):
         raise TokenizerError(f"tokenizer.ggml.{key} of the GGUF file must be an array of {kind.__name__}")
     return value
 

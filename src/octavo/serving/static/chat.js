@@ -8,6 +8,8 @@ export class Chat {
     this.system = settings.system ?? "";
     this.temperature = settings.temperature ?? 0.7;
     this.topK = settings.topK ?? 0;
+    /** Keys that attention keeps (attn_topk); null leaves it to the server. */
+    this.attnTopk = settings.attnTopk ?? null;
     this.maxTokens = settings.maxTokens ?? 512;
     this.messages = [];
     /** usage.attn_reads[0] and usage.attn_topk of the last answer, where its attention was top-k. */
@@ -43,6 +45,7 @@ export class Chat {
       max_tokens: this.maxTokens,
       attn_explain: true,
     };
+    if (this.attnTopk !== null) body.attn_topk = this.attnTopk;
     const answer = { role: "assistant", text: "", growing: true, facts: "", error: "" };
     this.messages.push(answer);
     this.abort = new AbortController();

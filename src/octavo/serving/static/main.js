@@ -9,6 +9,9 @@ const POLL_MS = 500;
 const at = (id) => document.getElementById(id);
 
 const chats = [];
+/** The elements of chats and of messages. */
+const tabs = new Map();
+const boxes = new WeakMap();
 let current = null;
 let lastLook = null;
 let shownReads = null;
@@ -31,6 +34,7 @@ function open(chat) {
   at("system").value = chat.system;
   at("temperature").value = chat.temperature;
   at("top-k").value = chat.topK;
+  at("attn-topk").value = chat.attnTopk ?? "";
   at("max-tokens").value = chat.maxTokens;
   showTabs();
   showMessages();
@@ -38,39 +42,42 @@ function open(chat) {
 }
 
 function showTabs() {
-  const tabs = chats.map((chat) => {
-    const tab = document.createElement("button");
-    tab.type = "button";
-    tab.role = "tab";
-    tab.textContent = (chat.busy ? "… " : "") + chat.title;
+  // What is clicked must stay where it is while answers grow, so elements are changed, not made anew.
+  at("tabs").append(...chats.filter((chat) => !tabs.has(chat)).map(newTab));
+  for (const chat of chats) {
+    const tab = tabs.get(chat);
+    say(tab, (chat.busy ? "… " : "") + chat.title);
     tab.setAttribute("aria-selected", String(chat === current));
-    tab.addEventListener("click", () => open(chat));
-    return tab;
-  });
-  const add = document.createElement("button");
-  add.type = "button";
-  add.id = "new";
-  add.textContent = "New chat";
-  add.addEventListener("click", newChat);
-  at("tabs").replaceChildren(...tabs, add);
+  }
+}
+
+function newTab(chat) {
+  const tab = document.createElement("button");
+  tab.type = "button";
+  tab.role = "tab";
+  tab.addEventListener("click", () => open(chat));
+  tabs.set(chat, tab);
+  return tab;
 }
 
 function showMessages() {
   const list = at("messages");
   const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-  const shown = current.messages.map(element);
-  if (!shown.length) {
-    const empty = document.createElement("p");
-    empty.className = "empty";
-    empty.textContent =
-      "Say something. Open a second chat with the same system prompt, and the sheet shows the blocks that both read.";
-    shown.push(empty);
-  }
-  list.replaceChildren(...shown);
+  const shown = current.messages.length ? current.messages.map(boxOf) : [empty()];
+  const same = list.childElementCount === shown.length && shown.every((box, i) => box === list.children[i]);
+  if (!same) list.replaceChildren(...shown);
   if (atEnd) list.scrollTop = list.scrollHeight;
   at("send").hidden = current.busy;
   at("stop").hidden = !current.busy;
   showReads();
+}
+
+function empty() {
+  const hint = document.createElement("p");
+  hint.className = "empty";
+  hint.textContent =
+    "Say something. Open a second chat with the same system prompt, and the sheet shows the blocks that both read.";
+  return hint;
 }
 
 function showReads() {
@@ -84,25 +91,33 @@ function showReads() {
   at("reads-text").textContent = sayReads(reads, topk);
 }
 
-function element(message) {
-  const box = document.createElement("div");
+/** The element of a message, as the message is now. */
+function boxOf(message) {
+  let box = boxes.get(message);
+  if (!box) {
+    box = document.createElement("div");
+    box.append(span("text"), span("facts"));
+    boxes.set(message, box);
+  }
   box.className = `message ${message.role}`;
   box.classList.toggle("growing", Boolean(message.growing));
-  const text = document.createElement("span");
-  text.className = "text";
-  text.textContent = message.text;
-  box.append(text);
-  if (message.error) {
-    box.classList.add("error");
-    text.textContent = `${message.text} ${message.error}`.trim();
-  }
-  if (message.facts) {
-    const facts = document.createElement("span");
-    facts.className = "facts";
-    facts.textContent = message.facts;
-    box.append(facts);
-  }
+  box.classList.toggle("error", Boolean(message.error));
+  const [text, facts] = box.children;
+  say(text, message.error ? `${message.text} ${message.error}`.trim() : message.text);
+  say(facts, message.facts ?? "");
+  facts.hidden = !message.facts;
   return box;
+}
+
+function span(name) {
+  const made = document.createElement("span");
+  made.className = name;
+  return made;
+}
+
+/** Set a text where it is another one: a selection in it survives. */
+function say(element, text) {
+  if (element.textContent !== text) element.textContent = text;
 }
 
 function number(id, fallback) {
@@ -114,6 +129,7 @@ function readSettings() {
   current.system = at("system").value;
   current.temperature = number("temperature", 0.7);
   current.topK = number("top-k", 0);
+  current.attnTopk = number("attn-topk", null);
   current.maxTokens = number("max-tokens", 512);
 }
 
@@ -144,7 +160,7 @@ async function look() {
   const now = performance.now();
   if (lastLook) {
     const speed = (1000 * (view.tokens.generated - lastLook.generated)) / (now - lastLook.time);
-    at("n-speed").textContent = speed.toFixed(speed < 10 ? 1 : 0);
+    at("n-speed").textContent = speed.toFixed(speed > 0 && speed < 10 ? 1 : 0);
   }
   lastLook = { time: now, generated: view.tokens.generated };
 }
@@ -178,7 +194,7 @@ at("input").addEventListener("keydown", (event) => {
   }
 });
 at("stop").addEventListener("click", () => current.stop());
-for (const id of ["system", "temperature", "top-k", "max-tokens"]) at(id).addEventListener("change", readSettings);
+for (const id of ["system", "temperature", "top-k", "attn-topk", "max-tokens"]) at(id).addEventListener("change", readSettings);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") current.stop();
   else if (event.altKey && event.code === "KeyN") {
@@ -192,6 +208,7 @@ document.addEventListener("keydown", (event) => {
     }
   }
 });
+at("new").addEventListener("click", newChat);
 at("reset").addEventListener("click", () => {
   forgetCache().then(look, (error) => (at("sheet-text").textContent = error.message));
 });

@@ -1,22 +1,16 @@
 // What the last answer's attention read: layers upwards, positions to the right.
 
+import { legendColour, penOf, roomFor } from "./canvas.js";
+
 const ROW = 5;
 
 /** Draw the share read of each span of positions; ``reads`` is usage.attn_reads[0] of an answer. */
 export function drawReads(canvas, reads) {
   const layers = reads.share.length;
   const spans = reads.share[0].length;
-  const width = Math.max(60, (canvas.parentElement.clientWidth || 300) - 2);
-  const height = layers * ROW;
-  const scale = window.devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const pen = canvas.getContext("2d");
-  pen.scale(scale, scale);
-  // A canvas does not know light-dark(): the swatch's own colour is asked for as it came out.
-  pen.fillStyle = getComputedStyle(document.querySelector(".swatch.read")).color;
+  const width = Math.max(60, roomFor(canvas));
+  const pen = penOf(canvas, width, layers * ROW);
+  pen.fillStyle = legendColour("read", "color");
   const cell = width / spans;
   reads.share.forEach((row, layer) => {
     row.forEach((share, span) => {

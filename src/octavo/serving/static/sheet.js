@@ -1,5 +1,7 @@
 // The KV cache as a sheet of blocks.
 
+import { legendColour, penOf, roomFor } from "./canvas.js";
+
 const GAP = 2;
 
 /** Per block: how many requests hold it, the first that does, and the root of its tree of prefixes. */
@@ -58,20 +60,13 @@ function layout(count, width, height) {
 
 /** Draw a view of the cache; ``mine`` are requests of the chat that is open. Returns a sentence about it. */
 export function draw(canvas, view, mine) {
-  // A canvas does not know light-dark(): the legend's own colours are asked for as they came out.
-  const freeColour = getComputedStyle(document.querySelector(".swatch.free")).backgroundColor;
-  const mineColour = getComputedStyle(document.querySelector(".swatch.mine")).color;
+  const freeColour = legendColour("free", "backgroundColor");
+  const mineColour = legendColour("mine", "color");
   const myBlocks = new Set(view.tables.filter((t) => mine.has(t.request)).flatMap((t) => t.blocks));
-  const { columns, size } = layout(view.num_blocks, (canvas.parentElement.clientWidth || 300) - 2, 420);
+  const { columns, size } = layout(view.num_blocks, roomFor(canvas), 420);
   const width = columns * (size + GAP) + GAP;
   const height = Math.ceil(view.num_blocks / columns) * (size + GAP) + GAP;
-  const scale = window.devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
-  const pen = canvas.getContext("2d");
-  pen.scale(scale, scale);
+  const pen = penOf(canvas, width, height);
   pen.textAlign = "center";
   pen.textBaseline = "middle";
   pen.font = `${Math.max(8, size - 8)}px system-ui, sans-serif`;
