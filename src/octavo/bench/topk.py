@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.attn_rule import AttnRule
+from octavo.bench import topk_engine
 from octavo.bench.attention import (
     BLOCK_SIZE,
     HEAD_DIM,
@@ -31,7 +32,6 @@ from octavo.bench.attention import (
     NUM_LAYERS,
     time_interleaved,
 )
-from octavo.bench import topk_engine
 from octavo.bench.machine import machine, versions
 from octavo.cache.kv_cache import DTYPES, KVCache, PlaneSet
 from octavo.kernels import api, fused, topk_paged

@@ -143,18 +143,16 @@ def start(engine: Engine, prompt: int, steps: int) -> None:
         pass
 
 
-def _take_turns(
-    engines: dict[str, Engine], prompt: int, steps: int, rounds: int
-) -> dict[str, list[float]]:
+def _take_turns(engines: dict[str, Engine], prompt: int, steps: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each engine's turns of decode steps; the first round is not counted."""
     for engine in engines.values():
         start(engine, prompt, steps)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(rounds + 1):
         for name, engine in engines.items():
-            start = time.perf_counter()
+            began = time.perf_counter()
             for _ in range(TURN):
                 engine.step()
             if i:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.perf_counter() - began)
     return seconds
