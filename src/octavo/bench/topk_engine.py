@@ -26,6 +26,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.runner import Model
 from octavo.kernels import fused, topk_paged
 from octavo.kernels.api import AttentionMeta, KVLayer
+from octavo.kernels.native import ThreadPool
 from octavo.request import SamplingParams
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
@@ -54,7 +55,7 @@ class UncomputedPrompts:
 
     decoder: Model
     hidden_size: int
-    pool: Any
+    pool: ThreadPool
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """As the decoder's, where each sequence has one token."""
@@ -95,8 +96,10 @@ class Bench:
         """Raises ValueError for a model that cannot be read."""
         base = EngineConfig(model=model, num_threads=threads)
         loaded = build.load(open_checkpoint(hub.resolve(model)), base)
+        decoder = UncomputedPrompts(loaded.decoder, loaded.config.hidden_size, loaded.pool)
         # A wider context than the model has: its rope goes on.
-        return cls(base, replace(loaded, config=replace(loaded.config, max_position_embeddings=max_len)))
+        wide = replace(loaded.config, max_position_embeddings=max_len)
+        return cls(base, replace(loaded, config=wide, decoder=decoder))
 
     def engine(self, max_len: int, options: dict[str, Any]) -> Engine:
         """With room for one request; K and V are float16 where ``options`` do not say."""
@@ -112,10 +115,7 @@ class Bench:
             scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=STEP_TOKENS),
             **own,
         )
-        engine = build.assemble(config, self.loaded)
-        model = self.loaded.config
-        engine.runner.model = UncomputedPrompts(self.loaded.decoder, model.hidden_size, self.loaded.pool)
-        return engine
+        return build.assemble(config, self.loaded)
 
 
 def measure(

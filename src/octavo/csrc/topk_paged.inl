@@ -358,8 +358,8 @@ template <int R>
 void rank_rows(const RankTask& t, int row) {
     for (int i = 0; i < t.num_records; ++i) {
         const uint16_t *low = t.bounds[i], *high = low + t.head_dim;
-        if (row == 0 && i + kBoundsAhead < t.num_records)
-            for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[i + kBoundsAhead] + d);
+        if (row == 0 && i + kRecordsAhead < t.num_records)
+            for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[i + kRecordsAhead] + d);
         F8 sum[R];
         UNROLL for (int r = 0; r < R; ++r) sum[r] = set8(0.0f);
         for (int d = 0; d < t.head_dim; d += 8) {

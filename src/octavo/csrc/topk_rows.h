@@ -11,9 +11,8 @@ namespace octavo {
 
 // Positions per record of the scan plane, whatever the block size.
 constexpr int kRecordKeys = 16;
-// How many records ahead memory is asked for; bounds are read faster than records are scanned.
+// How many records ahead memory is asked for.
 constexpr int kRecordsAhead = 4;
-constexpr int kBoundsAhead = 16;
 static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
 
 // One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the mean of the keys in float16
