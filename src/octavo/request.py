@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -226,6 +227,11 @@ def _check_stop_token_ids(ids: Any) -> None:
         raise ValueError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
 
 
+def empty_table() -> array[int]:
+    """A table of blocks: 32-bit numbers, which a step's tensors take as they lie in memory."""
+    return array("i")
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """One sequence that the engine extends: one choice of one prompt.
@@ -267,9 +273,9 @@ class Request:
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     #: By number of block; -1 for one that is read in compact form alone.
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=empty_table)
     #: The compact forms of the first blocks.
-    compact_table: list[int] = field(default_factory=list)
+    compact_table: array[int] = field(default_factory=empty_table)
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None

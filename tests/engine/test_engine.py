@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import random
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +21,16 @@ from octavo.request import Request, SamplingParams
 
 
 def test_the_batch_of_the_worked_example():
-    a = Request(id=0, label="", prompt_token_ids=[1, 2, 3], params=SamplingParams(), block_table=[7, 2])
+    a = Request(
+        id=0, label="", prompt_token_ids=[1, 2, 3], params=SamplingParams(), block_table=array("i", [7, 2])
+    )
     a.output_token_ids = [40, 50, 60]
     b = Request(
-        id=1, label="", prompt_token_ids=list(range(10, 18)), params=SamplingParams(), block_table=[9, 3]
+        id=1,
+        label="",
+        prompt_token_ids=list(range(10, 18)),
+        params=SamplingParams(),
+        block_table=array("i", [9, 3]),
     )
     batch = build([ScheduledRequest(a, 5, 1), ScheduledRequest(b, 4, 3)], 4)
     assert batch.token_ids.tolist() == [60, 14, 15, 16]

@@ -352,7 +352,7 @@ def test_s12_abort_in_any_state(state: str) -> None:
     model.scheduler.finish(victim, "abort")
     model.scheduler.check_invariants()
     assert victim.finish_reason == (reason or "abort")
-    assert victim.block_table == []
+    assert not victim.block_table
     model.run()
     stats = model.scheduler.stats
     assert stats.used_blocks == stats.num_put_off == 0

@@ -246,7 +246,7 @@ def test_a_stop_between_schedule_and_update_frees_the_blocks_at_once() -> None:
 
     def stop() -> None:
         model.scheduler.finish(stopped, "stop", "END")
-        assert stopped.block_table == []
+        assert not stopped.block_table
         assert model.scheduler.stats.used_blocks == 2
 
     model.step(between=stop)

@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         reason = request.finish_reason
         self.scheduler.finish(request, "abort")
         assert request.finish_reason == (reason or "abort")
-        assert request.block_table == []
+        assert not request.block_table
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), before=st.booleans())

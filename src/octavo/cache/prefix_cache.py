@@ -47,18 +47,22 @@ def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int
 
     ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
     before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
-    stored alone and are made compact then.
+    stored alone and are made compact then. Looks at the window before the end first: there a prefix ends, but
+    for one that was given up.
     """
-    compact_end = next((i for i, there in enumerate(compact) if not there), len(compact))
-    best, missing = (0, 0), -1  # the last block that is not there as stored
-    for index, there in enumerate(stored):
-        if not there:
-            missing = index
-        old = 0 if window_blocks is None else max(0, index + 1 - window_blocks)
+    compact_end = _run(compact)
+    # The last block that is not there as stored, before each length.
+    for length in range(len(stored), 0, -1):
+        old = 0 if window_blocks is None else max(0, length - window_blocks)
         read_compact = min(compact_end, old)
-        if missing < read_compact:
-            best = index + 1, read_compact
-    return best
+        if all(stored[read_compact:length]):
+            return length, read_compact
+    return 0, 0
+
+
+def _run(there: Sequence[bool]) -> int:
+    """How many are there before the first that is not."""
+    return there.index(False) if False in there else len(there)
 
 
 class PrefixCache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from octavo.cache.prefix_cache import Evicted, PrefixCache
 from octavo.engine.disk_prefix import LoadedRows
 from octavo.engine.step import BlockCopy, BlockLoad
 from octavo.engine.waiting import Entry
-from octavo.request import Request
+from octavo.request import Request, empty_table
 
 
 class PoolShape(NamedTuple):
@@ -162,8 +163,9 @@ class Blocks:
     def start(self, entry: Entry, match: Match, *, hit: bool) -> None:
         """Give the request what was matched, but for a tail."""
         request, count = entry.request, match.num_compact
-        request.block_table = [NO_BLOCK] * count + [node.block for node in match.nodes[count:]]
-        request.compact_table = [node.compact for node in match.nodes[:count]]
+        request.block_table = array("i", [NO_BLOCK]) * count
+        request.block_table.extend([node.block for node in match.nodes[count:]])
+        request.compact_table = array("i", [node.compact for node in match.nodes[:count]])
         for block in request.block_table[count:]:
             self.stored.share(block)
         for block in request.compact_table:
@@ -244,7 +246,7 @@ class Blocks:
             self.stored.release(block, keep=self.cache.holds(block))
         for block in request.compact_table:
             self.compact.release(block, keep=self.cache.holds_compact(block))
-        request.block_table, request.compact_table = [], []
+        request.block_table, request.compact_table = empty_table(), empty_table()
         entry.num_written = entry.num_compacted = 0
 
     def reset(self, running: Iterable[Entry]) -> None:

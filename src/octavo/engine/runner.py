@@ -196,7 +196,7 @@ def build(
     num_blocks = -(-ends // block_size)
     block_table = np.zeros((num_seqs, int(num_blocks.max())), dtype=np.int32)
     for row, share, count in zip(block_table, scheduled, num_blocks.tolist(), strict=True):
-        row[:count] = share.request.block_table[:count]
+        row[:count] = np.frombuffer(share.request.block_table, dtype=np.int32, count=count)
     if history_window is not None:
         np.maximum(block_table, 0, out=block_table)  # what is read in compact form alone has no other block
 
@@ -242,7 +242,8 @@ def _history(
     counts = [num_compact_blocks(position, window, block_size) for position in last]
     table = np.zeros((len(scheduled), max(1, *counts)), dtype=np.int32)
     for row, share, count in zip(table, scheduled, counts, strict=True):
-        row[:count] = share.request.compact_table[:count]
+        if count:
+            row[:count] = np.frombuffer(share.request.compact_table, dtype=np.int32, count=count)
     pairs = [pair for share in scheduled for pair in share.compactions]
     return {
         "compact_table": torch.from_numpy(table).to(device),

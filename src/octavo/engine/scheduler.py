@@ -21,7 +21,7 @@ from octavo.engine.step import (
     StepDraft,
 )
 from octavo.engine.waiting import Entry, WaitingQueue
-from octavo.request import Request, Status
+from octavo.request import Request, Status, empty_table
 
 if TYPE_CHECKING:
     from octavo.cache.disk_cache import DiskCache
@@ -134,7 +134,8 @@ class Scheduler:
             self._disk.start_over()
         for request, num_output_tokens in requests:
             del request.output_token_ids[num_output_tokens:]
-            request.block_table, request.compact_table, request.num_computed_tokens = [], [], 0
+            request.block_table, request.compact_table = empty_table(), empty_table()
+            request.num_computed_tokens = 0
             request.finish_reason = request.stop_reason = None
             request.status = Status.WAITING if request.num_cached_tokens is None else Status.PREEMPTED
             self._push(request)
