@@ -21,6 +21,7 @@ SYSTEM = "You are a patient librarian who answers in one short sentence."
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
+    sync_api.expect.set_options(timeout=20_000)  # of a machine that other tests share
     with sync_api.sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made
