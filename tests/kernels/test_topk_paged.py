@@ -343,6 +343,25 @@ def test_a_row_is_the_same_in_any_chunk_batch_place_and_thread(way: str) -> None
             assert torch.equal(bits(got), bits(expected[n - q_len : n])), (q_len, n, isa)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_every_instruction_set_says_the_same(kv_dtype: torch.dtype, head_dim: int) -> None:
+    """Not the answers alone: also which keys were in doubt, and the bound of what was dropped."""
+    case = Case(
+        ((1, 3000), (3, 1100), (1, 470)), head_dim=head_dim, kv_dtype=kv_dtype, num_heads=10, num_kv_heads=2
+    )
+    p = with_plane(paged.build(case))
+    for policy in WAYS.values():
+        for threads in (1, 2):
+            expected = run(p, policy, threads=threads, isa="portable")
+            for isa in ("avx2", "auto"):
+                out, details, report = run(p, policy, threads=threads, isa=isa)
+                assert torch.equal(bits(out), bits(expected[0])), (policy, isa)
+                assert torch.equal(details.position, expected[1].position), (policy, isa)
+                assert torch.equal(bits(details.dropped), bits(expected[1].dropped)), (policy, isa)
+                assert report == expected[2], (policy, isa)
+
+
 def _of(p: Paged, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Paged:
     """The same places with other tokens in them, sealed again."""
     bs = p.case.block_size

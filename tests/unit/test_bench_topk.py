@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_checkpoint import write_tiny_model
 
 from octavo.batch import ForwardBatch
+from octavo.bench import topk, topk_engine
 from octavo.bench import topk_needle as needle
 from octavo.bench import topk_quality as quality
 from octavo.bench.topk_policies import MODES, BandAttention, Lab, Policy, policies
@@ -167,6 +169,38 @@ def test_windows_are_whole_numbers_of_steps(windows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="whole multiples"):
         quality.step_tokens(windows)
     assert quality.step_tokens((2048, 4096, 8192)) == 512
+
+
+# ---- the whole engine
+
+
+def test_prompts_that_are_not_computed_are_the_same_for_every_way(model: str) -> None:
+    """A budget that keeps all decodes what dense attention decodes; a small one does not."""
+    bench = topk_engine.Bench.open(model, 400, 1)
+    said = {}
+    for name, options in {"dense": {}, "all": {"attn_topk": 400}, "few": {"attn_topk": 16}}.items():
+        engine = bench.engine(400, options)
+        topk_engine.start(engine, 300, 40)
+        outputs = []
+        while engine.has_unfinished():
+            outputs = engine.step() or outputs
+        (said[name],) = (output.outputs[0].token_ids for output in outputs)
+    assert len(said["dense"]) == 40
+    assert said["all"] == said["dense"] != said["few"]
+
+
+def test_the_whole_engine_is_measured_at_every_length(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topk, "QUICK", (64,))
+    settings = topk.Settings(topk=32, rounds=1, threads=1, model=model, quick=True)
+    result = topk.bench_topk(settings, command="bench", output=tmp_path, console=Console(quiet=True))
+    assert [(row["keys"], row["way"]) for row in result["engine"]] == [
+        (64, way) for way in ("dense_float32", "dense", "exact", "fast", "auto")
+    ]
+    assert all(row["tok_s"] > 0 for row in result["engine"])
+    assert json.loads((tmp_path / "topk.json").read_text())["engine"] == result["engine"]
+    assert (tmp_path / "topk.png").stat().st_size > 0
 
 
 # ---- needle

@@ -21,11 +21,12 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine import build
+from octavo.engine.build import LoadedModel
 from octavo.engine.engine import Engine
 from octavo.engine.runner import Model
 from octavo.kernels import fused, topk_paged
 from octavo.kernels.api import AttentionMeta, KVLayer
-from octavo.models.native import NativeDecoder
+from octavo.kernels.native import ThreadPool
 from octavo.request import SamplingParams
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
@@ -54,7 +55,7 @@ class UncomputedPrompts:
 
     decoder: Model
     hidden_size: int
-    pool: Any
+    pool: ThreadPool
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """As the decoder's, where each sequence has one token."""
@@ -83,63 +84,75 @@ class UncomputedPrompts:
         return self.decoder.logits(hidden, rows)
 
 
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A model in memory, for contexts of up to ``max_len`` tokens."""
+
+    base: EngineConfig
+    loaded: LoadedModel
+
+    @classmethod
+    def open(cls, model: str, max_len: int, threads: int) -> Bench:
+        """Raises ValueError for a model that cannot be read."""
+        base = EngineConfig(model=model, num_threads=threads)
+        loaded = build.load(open_checkpoint(hub.resolve(model)), base)
+        decoder = UncomputedPrompts(loaded.decoder, loaded.config.hidden_size, loaded.pool)
+        # A wider context than the model has: its rope goes on.
+        wide = replace(loaded.config, max_position_embeddings=max_len)
+        return cls(base, replace(loaded, config=wide, decoder=decoder))
+
+    def engine(self, max_len: int, options: dict[str, Any]) -> Engine:
+        """With room for one request; K and V are float16 where ``options`` do not say."""
+        own = {"kv_dtype": "float16"} | options
+        config = replace(
+            self.base,
+            cache=CacheConfig(
+                kv_dtype=own.pop("kv_dtype"),
+                block_size=BLOCK_SIZE,
+                num_blocks=max_len // BLOCK_SIZE + 2,
+                enable_prefix_caching=False,
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=STEP_TOKENS),
+            **own,
+        )
+        return build.assemble(config, self.loaded)
+
+
 def measure(
     model: str, lengths: Sequence[int], *, topk: int, rounds: int, threads: int, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """One row a length and way, with the median of the rounds' tokens a second; the ways take turns.
-
-    Dense in float32 apart, K and V are float16. Raises ValueError for a model that native decoding does not
-    serve.
-    """
+    """One row a length and way, with the median of the rounds' tokens a second; the ways take turns."""
     steps = TURN * (rounds + 1) + 1
-    base = EngineConfig(model=model, num_threads=threads)
-    loaded = build.load(open_checkpoint(hub.resolve(model)), base)
-    if not isinstance(loaded.decoder, NativeDecoder):
-        raise ValueError("the engine's decode is measured with fused attention")
-    # A wider context than the model has: its rope goes on.
-    wide = replace(loaded.config, max_position_embeddings=max(lengths) + steps)
-    decoder = UncomputedPrompts(loaded.decoder, wide.hidden_size, loaded.pool)
+    bench = Bench.open(model, max(lengths) + steps, threads)
     rows = []
     for keys in lengths:
-        engines = {}
-        for name, options in ways(topk).items():
-            own = dict(options)
-            kv_dtype = own.pop("kv_dtype", "float16")
-            blocks = -(-(keys + steps) // BLOCK_SIZE) + 1
-            config = replace(
-                base,
-                cache=CacheConfig(
-                    kv_dtype=kv_dtype, block_size=BLOCK_SIZE, num_blocks=blocks, enable_prefix_caching=False
-                ),
-                scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=STEP_TOKENS),
-                **own,
-            )
-            engines[name] = build.assemble(config, replace(loaded, config=wide))
-            engines[name].runner.model = decoder
-        seconds = _take_turns(engines, keys - TURN, steps, rounds)
-        for name, each in seconds.items():
-            speeds = [TURN / s for s in each]
+        engines = {name: bench.engine(keys + steps, options) for name, options in ways(topk).items()}
+        for name, seconds in _take_turns(engines, keys, steps, rounds).items():
+            speeds = [TURN / s for s in seconds]
             rows.append({"keys": keys, "way": name, "tok_s": statistics.median(speeds), "all_tok_s": speeds})
-        report(
-            f"{keys:,} keys: " + ", ".join(f"{r['way']} {r['tok_s']:.1f}" for r in rows if r["keys"] == keys)
-        )
+        own = [f"{row['way']} {row['tok_s']:.1f}" for row in rows if row["keys"] == keys]
+        report(f"{keys:,} keys, tokens a second: {', '.join(own)}")
     return rows
+
+
+def start(engine: Engine, prompt: int, steps: int) -> None:
+    """Queue a prompt of so many tokens and run the engine until it has given the first of ``steps``."""
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+    engine.add_request([i % 251 for i in range(prompt)], params)
+    while not any(output.outputs[0].token_ids for output in engine.step()):
+        pass
 
 
 def _take_turns(engines: dict[str, Engine], prompt: int, steps: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each engine's turns of decode steps; the first round is not counted."""
-    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
     for engine in engines.values():
-        engine.add_request([i % 251 for i in range(prompt)], params)
-        outputs: list[Any] = []
-        while not any(len(output.outputs[0].token_ids) for output in outputs):
-            outputs = engine.step()
+        start(engine, prompt, steps)
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for i in range(rounds + 1):
         for name, engine in engines.items():
-            start = time.perf_counter()
+            began = time.perf_counter()
             for _ in range(TURN):
                 engine.step()
             if i:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.perf_counter() - began)
     return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ import torch
 
 from octavo.kernels import compact, topk_paged
 from octavo.kernels.api import CompactKV, TopkPlanes
+
+#: Bytes of a huge page, on most systems.
+HUGE_PAGE = 2 * 1024**2
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
@@ -199,15 +203,29 @@ def _split(parts: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros whose memory the system hands out page by page, as blocks are first written.
+    """Zeros ``[layers, ...]`` whose memory the system hands out page by page, as blocks are first written.
 
     Huge pages where the system has them: a block is about as large as a plain page, so reading a
-    sequence's blocks would otherwise miss the address cache at every one of them.
+    sequence's blocks would otherwise miss the address cache at every one of them. Not at the start of a
+    layer, so that a few short sequences, whose blocks are the first ones, take no more than they fill.
     """
-    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    size = math.prod(shape) * dtype.itemsize
+    # Anonymous memory that is not private lies in a file of the system's, which has no huge pages by default.
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a system without huge pages refuses; nothing else depends on it
+            _advise(memory, size, shape[0])
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+def _advise(memory: mmap.mmap, size: int, num_layers: int) -> None:
+    """Huge pages for each layer's part of the memory, but for its first."""
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    for layer in range(num_layers):
+        start = -(-(layer * size // num_layers + HUGE_PAGE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (layer + 1) * size // num_layers
+        if start < end:
+            memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
 
 
 def bytes_per_block(

@@ -30,7 +30,7 @@ from octavo.config import (
 from octavo.engine import resources
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
-from octavo.engine.runner import Runner
+from octavo.engine.runner import Model, Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
@@ -79,7 +79,7 @@ class LoadedModel:
     """
 
     config: ModelConfig
-    decoder: Decoder | NativeDecoder
+    decoder: Model
     tokenizer: Tokenizer
     fingerprint: str
     options: LoadOptions
