@@ -6,20 +6,17 @@ import asyncio
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.machine import machine, versions
 from octavo.bench.serve_client import Reply, ServerProcess, call
 from octavo.cache.disk_store import DiskStore
 from octavo.engine.resources import parse_size
 from octavo.tokenizer import Tokenizer
 
-SECTIONS = ("restart", "kills")
 #: From disk the first token is to come so many times sooner than computed again.
 GOAL = 5.0
 #: What was sealed so many seconds before a kill must be on disk.
@@ -41,13 +38,11 @@ class Settings:
     small that blocks are given up all the time."""
 
     model: str
-    data: Path
     conversations: int = 16
     tokens: int = 4096
     kills: int = 200
     kill_disk: str = "160MiB"
     seed: int = 0
-    sections: tuple[str, ...] = SECTIONS
     options: tuple[str, ...] = ()
 
 
@@ -95,39 +90,6 @@ def read_texts(path: Path) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def run(
-    settings: Settings,
-    tokenizer: Tokenizer,
-    report: Callable[[str], None],
-    save: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """The sections one after the other; ``save`` gets the result so far. ``faults`` should be empty."""
-    texts = read_texts(settings.data)
-    result: dict[str, Any] = {
-        "model": settings.model,
-        "machine": machine(),
-        "versions": versions(),
-        "data": settings.data.name,
-        "server_options": list(settings.options),
-        "faults": [],
-    }
-    with tempfile.TemporaryDirectory(prefix="octavo-history-") as folder:
-        if "restart" in settings.sections:
-            result["restart"] = _restart(settings, texts, tokenizer, Path(folder) / "restart", report)
-            result["faults"] += result["restart"].pop("faults")
-            save(result)
-        if "kills" in settings.sections:
-            random.Random(settings.seed).shuffle(texts)
-            kills = _Kills(settings, texts, tokenizer, Path(folder) / "kills")
-            for row in kills.rows(report):
-                result["kills"] = row
-                save(result | {"faults": result["faults"] + kills.faults})
-            result["faults"] += kills.faults
-    result["passed"] = not result["faults"]
-    save(result)
-    return result
-
-
 def _body(messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
     return {
         "messages": list(messages),
@@ -140,14 +102,20 @@ def _body(messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
     }
 
 
-def _ask(server: ServerProcess, messages: Sequence[Message], max_tokens: int = REPLY_TOKENS) -> Reply:
-    reply = asyncio.run(call(server.port, "POST", "/v1/chat/completions", _body(messages, max_tokens)))
+async def send(server: ServerProcess, messages: Sequence[Message], max_tokens: int = REPLY_TOKENS) -> Reply:
+    """A streamed turn with its log-probabilities. Raises RuntimeError when it is not answered to its end."""
+    reply = await call(server.port, "POST", "/v1/chat/completions", _body(messages, max_tokens))
     if reply.status != 200 or not reply.done:
         raise RuntimeError(f"a turn was answered with {reply.status}: {reply.body[:200]!r}")
     return reply
 
 
-def _scored(reply: Reply) -> list[tuple[str, float]]:
+def ask(server: ServerProcess, messages: Sequence[Message], max_tokens: int = REPLY_TOKENS) -> Reply:
+    """As :func:`send`, alone."""
+    return asyncio.run(send(server, messages, max_tokens))
+
+
+def scored(reply: Reply) -> list[tuple[str, float]]:
     """Every token of an answer with its log-probability, as they were sent."""
     return [
         (token["token"], token["logprob"])
@@ -160,7 +128,7 @@ def _scored(reply: Reply) -> list[tuple[str, float]]:
 # ---- the next turn after a restart
 
 
-def _restart(
+def restart(
     settings: Settings,
     texts: Sequence[str],
     tokenizer: Tokenizer,
@@ -172,7 +140,7 @@ def _restart(
     turns = []
     with ServerProcess(settings.model, on_disk) as server:
         for number, chat in enumerate(chats, 1):
-            reply = _ask(server, chat.messages)
+            reply = ask(server, chat.messages)
             said = [
                 {"role": "assistant", "content": reply.text()},
                 {"role": "user", "content": chat.follow_up},
@@ -208,7 +176,7 @@ def _restart(
 def _next_turns(model: str, options: Sequence[str], turns: Sequence[Sequence[Message]]) -> dict[str, Any]:
     """One after the other on a server that has just started."""
     with ServerProcess(model, options) as server:
-        replies = [_ask(server, messages) for messages in turns]
+        replies = [ask(server, messages) for messages in turns]
         start_s = server.start_s
     first = [reply.token_times()[0] - reply.start for reply in replies]
     used = [reply.usage() for reply in replies]
@@ -222,14 +190,14 @@ def _next_turns(model: str, options: Sequence[str], turns: Sequence[Sequence[Mes
         "prompt_tokens": sum(usage["prompt_tokens"] for usage in used),
         "cached_tokens": sum(detail["cached_tokens"] for detail in details),
         "disk_cached_tokens": sum(detail["disk_cached_tokens"] for detail in details),
-        "answers": [_scored(reply) for reply in replies],
+        "answers": [scored(reply) for reply in replies],
     }
 
 
 # ---- kills at random moments
 
 
-class _Kills:
+class Kills:
     """A server that is killed while it computes and writes, again and again, on one folder."""
 
     def __init__(self, settings: Settings, texts: Sequence[str], tokenizer: Tokenizer, folder: Path) -> None:
@@ -244,7 +212,7 @@ class _Kills:
         """What came of it so far, after each kill."""
         settings = self._settings
         with ServerProcess(settings.model, settings.options) as server:
-            expected = [_scored(_ask(server, chat.messages)) for chat in self._chats]
+            expected = [scored(ask(server, chat.messages)) for chat in self._chats]
         report(f"{len(expected)} answers of a cold engine")
         row = {
             "kills": 0,
@@ -258,10 +226,10 @@ class _Kills:
             with ServerProcess(settings.model, self._options) as server:
                 row["opened"] += 1
                 for number in self._draw.sample(range(len(self._chats)), CHECKED):
-                    reply = _ask(server, self._chats[number].messages)
+                    reply = ask(server, self._chats[number].messages)
                     row["answers_compared"] += 1
                     row["disk_cached_tokens"] += reply.usage()["prompt_tokens_details"]["disk_cached_tokens"]
-                    if _scored(reply) != expected[number]:
+                    if scored(reply) != expected[number]:
                         self.faults.append(
                             f"after kill {row['kills']} answer {number} is not a cold engine's"
                         )

@@ -1,7 +1,7 @@
-"""What the quality benches of top-k attention compare: policies of the engine, and two of other people.
+"""What the quality benches of attention compare: policies of the engine, and two of other people.
 
-A policy of the engine is one row of ``MODES``, the options that it sets; the engine itself runs it. The
-others are a mask over positions, computed in torch over the engine's own cache:
+A policy of the engine is one row of ``MODES`` or ``HISTORIES``, the options that it sets; the engine itself
+runs it. The others are a mask over positions, computed in torch over the engine's own cache:
 
 - ``streaming`` (Xiao et al., "Efficient Streaming Language Models with Attention Sinks"): the first 4 tokens
   and the most recent k - 4. Keys keep the positions they were rotated by, which within a model's context is
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
-from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.config import HISTORY_VALUES, CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine import build
 from octavo.engine.engine import Engine
 from octavo.kernels.api import AttentionSpec, KVLayer
@@ -36,6 +36,10 @@ MODES: dict[str, dict[str, Any]] = {
     "fast": {"attn_topk_mode": "fast"},
     "fast+tail": {"attn_topk_mode": "fast", "attn_topk_tail": True},
     "auto": {"attn_topk": "auto"},
+}
+#: By name: what a mode sets of the cache. Every key is read, the older ones in compact form.
+HISTORIES: dict[str, dict[str, Any]] = {
+    f"compact-{values}": {"history": "compact", "history_values": values} for values in HISTORY_VALUES
 }
 #: By name: the first tokens that are kept beside the recent ones.
 BANDS = {"streaming": 4, "window": 0}
@@ -62,9 +66,14 @@ class Policy:
         return self.mode in BANDS
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether every key is read."""
+        return self.mode == DENSE or self.mode in HISTORIES
+
+    @property
     def options(self) -> dict[str, Any]:
         """What the engine is started with."""
-        if self.mode == DENSE or self.is_band:
+        if self.keeps_all or self.is_band:
             return {}
         return {"attn_topk": self.topk} | MODES[self.mode] | {"dense_layers": self.dense_layers}
 
@@ -77,8 +86,11 @@ def policies(modes: Sequence[str], topks: Sequence[int], dense_layers: tuple[int
     made = [Policy(DENSE)]
     known = set(inspect.signature(EngineConfig).parameters)
     for mode in modes:
+        if mode in HISTORIES:
+            made.append(Policy(mode))
+            continue
         if mode not in MODES and mode not in BANDS:
-            raise ValueError(f"modes are {', '.join([*MODES, *BANDS])}, got {mode!r}")
+            raise ValueError(f"modes are {', '.join([*MODES, *HISTORIES, *BANDS])}, got {mode!r}")
         missing = sorted(MODES.get(mode, {}).keys() - known)
         if missing:
             raise ValueError(f"mode {mode!r} needs the option {missing[0]}, which this engine has not")
@@ -117,7 +129,8 @@ class Lab:
 
     def engine(self, policy: Policy) -> Engine:
         """An engine with an empty cache that attends by ``policy``."""
-        config = replace(self._config, **policy.options)
+        cache = replace(self._config.cache, **HISTORIES.get(policy.mode, {}))
+        config = replace(self._config, cache=cache, **policy.options)
         if not policy.is_band:
             return build.assemble(config, self._loaded)
         assert policy.topk is not None

@@ -178,7 +178,7 @@ def _kept(
     engine: Engine, policy: Policy, before: AttnTopkReport, num_tokens: int, num_layers: int
 ) -> tuple[float, float | None]:
     """The share of keys that the second half kept, over all layers, and its mean dropped mass."""
-    if policy.mode == DENSE:
+    if policy.keeps_all:
         return 1.0, None
     if policy.mode in BANDS:
         assert policy.topk is not None
