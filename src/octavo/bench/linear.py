@@ -8,7 +8,9 @@ within each round, so that ratios hold even when the machine's speed drifts.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -138,11 +140,20 @@ def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> 
     return seconds
 
 
+def on_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Memory that was written, on huge pages where the system has them, as the packed weights are."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them refuses
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+
+
 def measure(model: Model, pool: ThreadPool, isa: str, rows: tuple[int, ...], rounds: int) -> dict[str, Any]:
     """Milliseconds of all layers of ``model`` at each number of rows, beside MKL and the machine's limits."""
     layers = {kind: native_layers(model, kind, pool, isa) for kind in model.types}
     weights = mkl_weights(model)
-    memory = torch.ones(READ_BYTES, dtype=torch.uint8)
+    memory = on_huge_pages(READ_BYTES)
     square = torch.randn(model.peak_size, model.peak_size)
     bytes_of = {kind: sum(w.bytes for layer in layers[kind] for w in layer.weights) for kind in layers}
 

@@ -132,3 +132,26 @@ class Match:
     tail_rows: int = 0
     num_compact: int = 0
     num_known: int = 0
+
+
+def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int | None) -> tuple[int, int]:
+    """How many blocks of a prefix can be reused, and how many of those are read in compact form.
+
+    ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
+    before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
+    stored alone and are made compact then. Looks at the window before the end first: there a prefix ends, but
+    for one that was given up.
+    """
+    compact_end = _run(compact)
+    # The last block that is not there as stored, before each length.
+    for length in range(len(stored), 0, -1):
+        old = 0 if window_blocks is None else max(0, length - window_blocks)
+        read_compact = min(compact_end, old)
+        if all(stored[read_compact:length]):
+            return length, read_compact
+    return 0, 0
+
+
+def _run(there: Sequence[bool]) -> int:
+    """How many are there before the first that is not."""
+    return there.index(False) if False in there else len(there)

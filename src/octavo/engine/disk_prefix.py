@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.cache.chain import NO_BLOCK, Chain, Match, Node
+from octavo.cache.chain import NO_BLOCK, Chain, Match, Node, readable
 from octavo.cache.disk_cache import DiskCache
-from octavo.cache.prefix_cache import PrefixCache, readable
+from octavo.cache.prefix_cache import PrefixCache
 
 
 class LoadedRows(NamedTuple):
