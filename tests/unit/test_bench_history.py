@@ -188,6 +188,7 @@ def test_a_pool_of_a_quarter(model: Path):
     assert history_pressure.small_pool(replace(wanted, history="compact"), config) < exact
 
 
+@pytest.mark.slow
 def test_an_answer_that_differs_is_a_fault(
     model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -201,7 +202,7 @@ def test_an_answer_that_differs_is_a_fault(
     assert all("is not answered as with a large pool" in fault for fault in faults)
 
 
-@pytest.mark.parametrize("sections", ["restart", "kills"])
+@pytest.mark.parametrize("sections", [pytest.param("restart", marks=pytest.mark.slow), "kills"])
 def test_a_process_that_is_killed(model: Path, files: tuple[Path, Path], sections: str):
     section = run(settings(model, files, sections))[sections]
     if sections == "restart":
