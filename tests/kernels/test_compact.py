@@ -282,7 +282,7 @@ def test_threads_and_placement_change_nothing(
     for num_threads in (2, 3, 16):
         assert same(results(case, num_threads=num_threads, placement=num_threads), one)
     for pad in (0.0, float("inf"), 3e4):
-        assert same(results(case, pad=pad), one)  # type: ignore[arg-type]
+        assert same(results(case, pad=pad), one)  # type: ignore[arg-type]  # a float, as build takes it
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
@@ -316,7 +316,7 @@ def test_portable_equals_avx2(dtype: torch.dtype, bits: int) -> None:
     paged = build(case)
     got = [fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(1), isa=i)) for i in ISAS]
     for other in got[1:]:
-        assert same(got[0], other)  # type: ignore[arg-type]
+        assert same(got[0], other)  # type: ignore[arg-type]  # lse is asked for
 
 
 def test_nan_in_a_compact_key_reaches_the_rows_that_read_it() -> None:
@@ -344,7 +344,7 @@ def test_sharing_changes_no_bit(tree: Tree, num_threads: int, history_window: in
     block_size = max(16, tree.block_size)
     case = tree.with_(history_window=history_window, value_bits=bits, block_size=block_size)
     private = build(case)
-    shared = share(private)  # type: ignore[arg-type]
+    shared = share(private)
     want = attend(private)
     assert want[0].isfinite().all()
     assert same(attend(shared, num_threads)[:2], want[:2])

@@ -212,7 +212,7 @@ def build(
 ) -> FakeModel:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
     shape = PoolShape(block_size, num_blocks, num_compact, window)
-    scheduler = Scheduler(config, shape, **kwargs)  # type: ignore[arg-type]
+    scheduler = Scheduler(config, shape, **kwargs)  # type: ignore[arg-type]  # options as they come
     # By default each request goes on with its own tokens, never an end token.
     return FakeModel(
         scheduler,

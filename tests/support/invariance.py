@@ -98,7 +98,7 @@ class Run:
             self.steps.append({tuple(s.request.prompt_token_ids): (s.start, s.num_tokens) for s in scheduled})
             return run(scheduled)
 
-        self.engine._runner.run = spy  # type: ignore[method-assign]
+        self.engine._runner.run = spy  # type: ignore[method-assign]  # to look in
 
     def add(self, prompt: list[int], new_tokens: int, priority: int = 0, **attn: Any) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2, **attn)
@@ -176,7 +176,7 @@ class Baseline:
         self._known: dict[tuple[int, int], RequestOutput] = {}
 
     def run(self, **options: int) -> Run:
-        return Run(self.loaded, **self.attn, **options)  # type: ignore[arg-type]
+        return Run(self.loaded, **self.attn, **options)  # type: ignore[arg-type]  # options as they come
 
     def __call__(self, lengths: Sequence[int], new_tokens: int) -> list[RequestOutput]:
         for length in lengths:

@@ -283,47 +283,43 @@ class PrefixCache:
         So whoever uses a node also uses all nodes above it. A hash collision breaks the chain:
         nothing more of it is registered.
         """
-        index = len(chain.path)
-        digest = self.digests(chain)[index]
-        tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
-        parent = chain.path[-1] if chain.path else self._root(chain)
-        node = self._by_digest.get(digest)
+        node = self._extend(chain, block, NO_BLOCK)
         if node is None:
-            node = self._insert(parent, tokens, block, digest)
-        elif node.block == NO_BLOCK and self._is(node, parent, tokens):
+            return block
+        if node.block == NO_BLOCK:
             node.block = block
             self._by_block[block] = node
             self.num_evictable += 1
-        elif not self._is(node, parent, tokens):
-            chain.broken = True
-            self._drop_childless_root(parent)
-            return block
-        self._clock += 1
-        self._use(node)
         self._use_stored(node)
-        chain.path.append(node)
         return node.block
 
     def extend_compact(self, chain: Chain, compact: int) -> int:
         """As :meth:`extend`, for a block that the chain has in compact form alone, as all before it."""
+        node = self._extend(chain, NO_BLOCK, compact)
+        if node is None:
+            return compact
+        if node.compact == NO_BLOCK:
+            self._set_compact(node, compact)
+        chain.num_compact += 1
+        return node.compact
+
+    def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
+        """The node of the next full block, used by the chain; a new one has these forms. None: a collision."""
         index = len(chain.path)
         digest = self.digests(chain)[index]
         tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
         parent = chain.path[-1] if chain.path else self._root(chain)
         node = self._by_digest.get(digest)
         if node is None:
-            node = self._insert(parent, tokens, NO_BLOCK, digest, compact)
+            node = self._insert(parent, tokens, block, digest, compact)
         elif not self._is(node, parent, tokens):
             chain.broken = True
             self._drop_childless_root(parent)
-            return compact
+            return None
         self._clock += 1
         self._use(node)
-        if node.compact == NO_BLOCK:
-            self._set_compact(node, compact)
         chain.path.append(node)
-        chain.num_compact += 1
-        return node.compact
+        return node
 
     def compacted(self, chain: Chain, compact: int) -> int:
         """Take the compact form of the next of the chain's blocks that it reads as stored, written in
