@@ -304,7 +304,7 @@ class PrefixCache:
         return node.compact
 
     def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
-        """The node of the next full block, used by the chain; a new one has these forms. None: a collision."""
+        """The node of the chain's next full block, a new one with these forms; None for a hash collision."""
         index = len(chain.path)
         digest = self.digests(chain)[index]
         tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
