@@ -117,7 +117,7 @@ def test_quality_of_budgets_that_keep_all_is_that_of_dense(model: str, text: Pat
         assert len(row["losses"]) == 256 // row["window"]
         if row["mode"] == "exact":
             assert row["change_percent"] == 0, "to the bit"
-            assert row["dropped_mass_worst"] == 0
+            assert row["dropped_mass_mean"] == 0
         assert abs(row["change_percent"]) < 1e-2
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
     assert quality.table(result).row_count == 10
@@ -136,7 +136,7 @@ def test_quality_counts_the_keys_of_the_second_half(model: str, text: Path, tmp_
         assert rows[name]["change_percent"] != 0
     # One of two layers keeps all.
     assert rows["exact 16 dense 1"]["kept_percent"] == pytest.approx((few + 100) / 2)
-    assert 0 < rows["exact 16"]["dropped_mass_mean"] <= rows["exact 16"]["dropped_mass_worst"] <= 1
+    assert 0 < rows["exact 16"]["dropped_mass_mean"] <= 1
     assert [goal["met"] for goal in result["goals"]] == [False, False]
     # What is known is not measured again, and what is not asked for stays.
     fewer = quality.Settings(modes=("exact",), topks=(16, 24), dense_layers=(), windows=(64,), tokens=64)
@@ -150,18 +150,30 @@ def test_quality_counts_the_keys_of_the_second_half(model: str, text: Path, tmp_
     assert (tmp_path / "q.png").stat().st_size > 0
 
 
-def test_the_loss_is_that_of_the_prompt(model: str, text: Path) -> None:
-    lab = Lab(model, max_model_len=64, step_tokens=16, threads=1)
-    ids = lab.tokenizer.encode(TEXT)[:64]
-    scored = quality.score(lab.engine(Policy("dense")), Policy("dense"), ids, 2)
-    engine = lab.engine(Policy("dense"))
-    engine.add_request(ids, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    outputs = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-    logprobs = outputs[-1].prompt_logprobs
-    expected = -sum(logprobs[i][ids[i]].logprob for i in range(32, 64)) / 32
-    assert scored.loss == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize("policy", [Policy("dense"), Policy("exact", 16)])
+def test_one_pass_scores_every_window_that_begins_there(model: str, text: Path, policy: Policy) -> None:
+    lab = Lab(model, max_model_len=128, step_tokens=16, threads=1)
+    ids = lab.tokenizer.encode(TEXT)[:128]
+    together = quality.score(lab.engine(policy), policy, ids, [32, 64, 128], 2)
+    for window, scored in together.items():
+        engine = lab.engine(policy)
+        assert quality.score(engine, policy, ids[:window], [window], 2) == {window: scored}
+        engine.reset_prefix_cache()
+        engine.add_request(ids[:window], SamplingParams(max_tokens=0, prompt_logprobs=0))
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+        logprobs, half = outputs[-1].prompt_logprobs, window // 2
+        expected = -sum(logprobs[i][ids[i]].logprob for i in range(half, window)) / half
+        assert scored.loss == pytest.approx(expected, abs=1e-12)
+    assert len({scored.loss for scored in together.values()}) == 3
+
+
+def test_every_window_of_the_text_is_in_one_pass() -> None:
+    made = quality.passes([64, 16, 32], 128)
+    assert made == [(0, [16, 32, 64]), (16, [16]), (32, [16, 32]), (48, [16]), (64, [16, 32, 64]),
+                    (80, [16]), (96, [16, 32]), (112, [16])]  # fmt: skip
+    assert quality.passes([64], 40) == [(0, [64])], "one at least"
 
 
 @pytest.mark.parametrize("windows", [(1,), (64, 96), (2048, 3000)])

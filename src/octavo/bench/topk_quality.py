@@ -2,7 +2,8 @@
 
 The text is cut into windows that do not overlap. A policy attends to all of a window, prompt style; its
 second half is scored, and keys are counted over all layers, heads and rows of that half, those of dense
-layers included. Differences from dense attention are taken window by window.
+layers included. A token's score is a function of the tokens before it, so one pass over a window also scores
+the shorter ones that begin with it. Differences from dense attention are taken window by window.
 """
 
 from __future__ import annotations
@@ -41,13 +42,12 @@ class Settings:
 class Scored:
     """A window's mean loss a token in nats, and what attention kept in its second half.
 
-    ``dropped_mean`` and ``dropped_worst`` are bounds of the dropped mass, None where the policy tells none.
+    ``dropped_mass`` is a bound of its mean, None where the policy tells none.
     """
 
     loss: float
     kept_share: float
-    dropped_mean: float | None
-    dropped_worst: float | None
+    dropped_mass: float | None
 
 
 def run(
@@ -85,15 +85,12 @@ def run(
         "rows": [],
     }
     for policy in todo:
-        engine = None
+        wanted = [window for window in settings.windows if (policy.name, window) not in known]
+        made = _rows(lab, policy, ids, wanted, settings.tokens) if wanted else {}
         for window in settings.windows:
-            row = known.get((policy.name, window))
-            if row is None:
-                engine = engine or lab.engine(policy)
-                row = _row(engine, policy, _windows(ids, window, settings.tokens), layers)
-                report(f"{policy.name}, {window} tokens: loss {row['loss']:.4f}, {row['seconds']:.0f} s")
-            result["rows"].append(row)
-        del engine
+            result["rows"].append(made.get(window) or known[policy.name, window])
+        for window, row in made.items():
+            report(f"{policy.name}, {window} tokens: loss {row['loss']:.4f}")
         compare(result["rows"])
         save(result)
     for row in known.values():  # of policies that this run was not asked for
@@ -125,66 +122,94 @@ def _known_rows(
     return {(row["policy"], row["window"]): row for row in found["rows"] if row["window"] in settings.windows}
 
 
-def _windows(ids: Sequence[int], window: int, tokens: int) -> list[list[int]]:
-    count = max(1, min(tokens, len(ids)) // window)
-    return [list(ids[i * window : (i + 1) * window]) for i in range(count)]
+def passes(windows: Sequence[int], tokens: int) -> list[tuple[int, list[int]]]:
+    """Where windows begin in so many tokens, and the lengths of those that begin there, the longest last.
+
+    At least one of each length, whatever ``tokens``.
+    """
+    begun: dict[int, list[int]] = {}
+    for window in sorted(windows):
+        for i in range(max(1, tokens // window)):
+            begun.setdefault(i * window, []).append(window)
+    return sorted(begun.items())
 
 
-def _row(engine: Engine, policy: Policy, windows: Sequence[Sequence[int]], num_layers: int) -> dict[str, Any]:
+def _rows(
+    lab: Lab, policy: Policy, ids: Sequence[int], windows: Sequence[int], tokens: int
+) -> dict[int, dict[str, Any]]:
+    """The row of each length; the seconds are those of all together."""
+    engine, num_layers = lab.engine(policy), lab.model_config.num_layers
     began = time.perf_counter()
-    scored = [score(engine, policy, ids, num_layers) for ids in windows]
-    told = [s for s in scored if s.dropped_mean is not None and s.dropped_worst is not None]
+    scored: dict[int, list[Scored]] = {window: [] for window in windows}
+    for start, lengths in passes(windows, min(tokens, len(ids))):
+        found = score(engine, policy, ids[start : start + lengths[-1]], lengths, num_layers)
+        for window, one in found.items():
+            scored[window].append(one)
+    seconds = time.perf_counter() - began
+    return {window: _row(policy, window, scored[window]) | {"seconds": seconds} for window in windows}
+
+
+def _row(policy: Policy, window: int, scored: Sequence[Scored]) -> dict[str, Any]:
+    loss = statistics.fmean(s.loss for s in scored)
+    told = [s.dropped_mass for s in scored if s.dropped_mass is not None]
     return {
         "policy": policy.name,
         "mode": policy.mode,
         "topk": policy.topk,
         "dense_layers": list(policy.dense_layers),
-        "window": len(windows[0]),
+        "window": window,
         "losses": [s.loss for s in scored],
-        "loss": statistics.fmean(s.loss for s in scored),
-        "perplexity": math.exp(statistics.fmean(s.loss for s in scored)),
+        "loss": loss,
+        "perplexity": math.exp(loss),
         "kept_percent": 100 * statistics.fmean(s.kept_share for s in scored),
-        "dropped_mass_mean": statistics.fmean(s.dropped_mean or 0.0 for s in told) if told else None,
-        "dropped_mass_worst": max(s.dropped_worst or 0.0 for s in told) if told else None,
-        "seconds": time.perf_counter() - began,
+        "dropped_mass_mean": statistics.fmean(told) if told else None,
     }
 
 
-def score(engine: Engine, policy: Policy, ids: Sequence[int], num_layers: int) -> Scored:
-    """Score the second half of a window, which begins with a step of its own (see :func:`step_tokens`)."""
-    half = len(ids) // 2
-    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)
+def score(
+    engine: Engine, policy: Policy, ids: Sequence[int], windows: Sequence[int], num_layers: int
+) -> dict[int, Scored]:
+    """The second half of each of ``windows``, which all begin as ``ids`` does, the longest being all of it.
+
+    Every half is a whole number of steps (see :func:`step_tokens`).
+    """
     engine.reset_prefix_cache()
-    engine.add_request(ids, params)
+    engine.add_request(ids, SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0))
     computed = engine.metrics.computed_tokens
-    middle = engine.metrics.attn_topk
+    reports = {0: engine.metrics.attn_topk}
     output = None
     while engine.has_unfinished():
         outputs = engine.step()
         output = outputs[0] if outputs else output
-        if engine.metrics.computed_tokens - computed <= half:
-            middle = engine.metrics.attn_topk
+        reports[engine.metrics.computed_tokens - computed] = engine.metrics.attn_topk
     if output is None or output.error is not None or output.prompt_logprobs is None:
         raise RuntimeError(f"a window was not scored: {output and output.error}")
-    scored = zip(ids[half:], output.prompt_logprobs[half:], strict=True)
-    loss = -statistics.fmean(logprobs[token].logprob for token, logprobs in scored if logprobs)
-    kept, mean = _kept(engine, policy, middle, len(ids), num_layers)
-    # The worst is the request's, both halves: a maximum cannot be taken apart.
-    report = output.attn_topk
-    return Scored(loss, kept, mean, None if report is None else report.worst_dropped_mass)
+    losses = [
+        -logprobs[token].logprob if logprobs else math.nan  # of the first, which nothing goes before
+        for token, logprobs in zip(ids, output.prompt_logprobs, strict=True)
+    ]
+    found = {}
+    for window in windows:
+        half = window // 2
+        kept, dropped = _kept(policy, (reports[half], reports[window]), window, num_layers)
+        found[window] = Scored(statistics.fmean(losses[half:window]), kept, dropped)
+    return found
 
 
 def _kept(
-    engine: Engine, policy: Policy, before: AttnTopkReport, num_tokens: int, num_layers: int
+    policy: Policy, reports: tuple[AttnTopkReport, AttnTopkReport], num_tokens: int, num_layers: int
 ) -> tuple[float, float | None]:
-    """The share of keys that the second half kept, over all layers, and its mean dropped mass."""
+    """The share of keys that the second half kept, over all layers, and its mean dropped mass.
+
+    ``reports``: the engine's after the first half and after the second.
+    """
     if policy.keeps_all:
         return 1.0, None
     if policy.mode in BANDS:
         assert policy.topk is not None
         seen = range(num_tokens // 2 + 1, num_tokens + 1)
         return sum(min(policy.topk, n) for n in seen) / sum(seen), None
-    after = engine.metrics.attn_topk
+    before, after = reports
     rows, visible = after.rows - before.rows, after.visible_keys - before.visible_keys
     dropped = after.mean_dropped_mass * after.rows - before.mean_dropped_mass * before.rows
     # The report covers the layers that are not dense.
