@@ -13,6 +13,7 @@ from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 __all__ = [
     "ACTIVATIONS",
     "HISTORIES",
+    "HISTORY_MEANS",
     "HISTORY_VALUES",
     "WEIGHTS",
     "CacheConfig",
@@ -31,6 +32,8 @@ ACTIVATIONS = ("float32", "int8")
 HISTORIES = ("exact", "compact")
 #: How compact blocks hold values, and the bits of each.
 HISTORY_VALUES = {"int8": 8, "int4": 4}
+#: How the mean of rotated keys is taken: each turned to the centre of its span first, or as they are.
+HISTORY_MEANS = ("centre", "plain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,11 @@ class CacheConfig:
     p - ``history_window`` in compact form, with values as ``history_values`` says. The memory is then divided
     between blocks as stored and compact ones so that it holds as many sequences of ``history_tokens`` tokens
     (None: of ``max_model_len``) as it can; ``num_compact_blocks`` goes with ``num_blocks`` (tests).
+
+    ``history_budget``, tokens or a size ("64k", "1GiB"), caps what a sequence has of blocks: beyond it the
+    oldest compact blocks are read as summaries, whose keys are means as ``history_mean`` says (see
+    ``octavo.kernels.history_layout``). With ``history_recall`` a summary that draws more than that share of a
+    row's mass is read as the blocks it stands for.
     """
 
     block_size: int = 16
@@ -59,6 +67,9 @@ class CacheConfig:
     history_values: str = "int8"  # one of HISTORY_VALUES
     history_tokens: int | None = None
     num_compact_blocks: int | None = None
+    history_budget: str | int | None = None
+    history_mean: str = "centre"  # one of HISTORY_MEANS
+    history_recall: float | None = None
 
     @property
     def compact_window(self) -> int | None:

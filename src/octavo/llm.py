@@ -73,6 +73,9 @@ class LLM:
         history_values: how compact blocks hold V, "int8" or "int4".
         history_tokens: the length of conversation that the memory is divided for, between blocks as stored
             and compact ones; by default ``max_model_len``.
+        history_budget: caps what a conversation has of blocks, in tokens or bytes ("64k", "1GiB"); beyond it
+            its oldest compact blocks are read as summaries, and answers get worse the more they need of
+            these. ``RequestOutput.history`` says how much attention fell on them. Needs compact history.
         num_threads: CPU threads; by default the CPUs that the process may use.
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.
@@ -115,6 +118,7 @@ class LLM:
         history_window: int = 512,
         history_values: str = "int8",
         history_tokens: int | None = None,
+        history_budget: str | int | None = None,
         num_threads: int | None = None,
         seed: int | None = None,
         device: str = "cpu",
@@ -142,6 +146,7 @@ class LLM:
                 history_window=history_window,
                 history_values=history_values,
                 history_tokens=history_tokens,
+                history_budget=history_budget,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

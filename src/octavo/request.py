@@ -274,15 +274,19 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     #: By number of block; -1 for one that is read in compact form alone.
     block_table: array[int] = field(default_factory=empty_table)
-    #: The compact forms of the first blocks.
+    #: The compact forms of the first blocks; -1 for one that is read in a summary alone.
     compact_table: array[int] = field(default_factory=empty_table)
+    #: The summaries that stand for the oldest, (level, unit) -> compact block
+    #: (``octavo.kernels.history_layout``).
+    summaries: dict[tuple[int, int], int] = field(default_factory=dict)
     num_computed_tokens: int = 0
     #: Tokens taken from the prefix cache at the first admission; fixed from then on.
     num_cached_tokens: int | None = None
     #: Those of them that came from disk.
     num_disk_tokens: int = 0
-    #: Those of them that are read in compact form.
+    #: Those of them that are read in compact form, or in summaries.
     num_compact_tokens: int = 0
+    num_summarised_tokens: int = 0
     #: Why the prefix stopped matching, in words, and the first token that had to be computed.
     cache_miss_reason: str | None = None
     num_preemptions: int = 0
@@ -373,6 +377,34 @@ class AttnTopkReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryReport:
+    """How much of a request's attention fell on summaries of its oldest history.
+
+    A row is a computed token that read summaries; its mass is the share of the softmax that fell on them, the
+    mean over its heads and the layers that see so far. ``recalled`` summaries were read as the blocks they
+    stand for, counted once for each row, head and layer, and ``not_there`` should have been, but were not to
+    be had.
+    """
+
+    rows: int = 0
+    mean_mass: float = 0.0
+    worst_mass: float = 0.0
+    recalled: int = 0
+    not_there: int = 0
+
+    def __add__(self, other: HistoryReport) -> HistoryReport:
+        rows = self.rows + other.rows
+        mass = self.mean_mass * self.rows + other.mean_mass * other.rows
+        return HistoryReport(
+            rows=rows,
+            mean_mass=mass / rows if rows else 0.0,
+            worst_mass=max(self.worst_mass, other.worst_mass),
+            recalled=self.recalled + other.recalled,
+            not_there=self.not_there + other.not_there,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttnReadReport:
     """Where in its context an answer's attention read, over the tokens from which it was sampled.
 
@@ -399,15 +431,15 @@ class RequestMetrics:
 class RequestOutput:
     """The answer to one prompt: its choices, and what the prefix cache did for it.
 
-    ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since
-    nothing comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk,
-    and ``num_compact_tokens`` were found in the compact form that they are read in.
-    ``cache_miss_reason`` says where and why the prefix stopped matching.
-    ``error`` is one sentence when the request was refused (then there are no outputs) or failed (then
-    ``outputs`` hold what there was before, and those that failed end with "error"). ``request_id`` is
-    unique in the engine; ``label`` is the caller's own name, which several requests may carry. ``attn_topk``
-    is there when the request's attention was not dense, and ``attn_reads``, of the first choice, when it also
-    asked for it by ``attn_explain``.
+    ``prompt_logprobs``, when asked for, has one entry per prompt token; the first is None, since nothing
+    comes before it. Of ``num_cached_tokens``, ``num_disk_tokens`` came from disk, and ``num_compact_tokens``
+    were found in the compact form that they are read in, ``num_summarised_tokens`` of these in summaries.
+    ``cache_miss_reason`` says where and why the prefix stopped matching. ``error`` is one sentence when the
+    request was refused (then there are no outputs) or failed (then ``outputs`` hold what there was before,
+    and those that failed end with "error"). ``request_id`` is unique in the engine; ``label`` is the caller's
+    own name, which several requests may carry. ``attn_topk`` is there when the request's attention was not
+    dense, and ``attn_reads``, of the first choice, when it also asked for it by ``attn_explain``. ``history``
+    is there when its history outgrew the engine's budget.
     """
 
     request_id: str
@@ -420,8 +452,10 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_disk_tokens: int = 0
     num_compact_tokens: int = 0
+    num_summarised_tokens: int = 0
     cache_miss_reason: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
     attn_topk: AttnTopkReport | None = None
     attn_reads: AttnReadReport | None = None
+    history: HistoryReport | None = None

@@ -154,7 +154,10 @@ def test_the_pools_hold_by_far_more_than_blocks_as_stored_alone() -> None:
 )
 def test_the_longest_sequence_is_computed_and_one_token_more_is_refused(shape, capacity) -> None:
     assert shape.capacity == capacity
-    model = build(**shape._asdict(), budget=16)
+    model = build(
+        block_size=shape.block_size, num_blocks=shape.num_blocks, num_compact=shape.num_compact,
+        window=shape.window, budget=16,
+    )  # fmt: skip
     request = add(model, prompt_of(capacity), max_tokens=5)
     model.run()
     assert request.num_tokens == capacity + 1

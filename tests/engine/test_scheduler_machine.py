@@ -56,13 +56,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         window_blocks: int | None,
         num_compact: int,
     ) -> None:
-        hashes = {"constant": lambda data: b"x", "two values": lambda data: sha256(data)[:1] < b"\x80"}
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len
         )
         shape = PoolShape(block_size, num_blocks)
         if window_blocks is not None:
             shape = PoolShape(block_size, num_blocks, num_compact, window_blocks * block_size)
+        self.start_with(shape, config, kind)
+
+    def start_with(self, shape: PoolShape, config: SchedulerConfig, kind: str) -> None:
+        hashes = {"constant": lambda data: b"x", "two values": lambda data: sha256(data)[:1] < b"\x80"}
+        shape = shape._replace(step_tokens=config.max_num_batched_tokens)
         self.shape = shape
         self.scheduler = Scheduler(
             config,
@@ -92,7 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         extra=st.sampled_from([{}, {}, {}, {"prompt_logprobs": 0}, {"ignore_eos": True}, {"min_tokens": 1}]),
     )
     def add(self, stem, cut, rest, max_tokens, priority, apart, copies, extra) -> None:
-        prompt = stem[:cut] + rest
+        self.add_prompt(stem[:cut] + rest, max_tokens, priority, apart, copies, extra)
+
+    def add_prompt(self, prompt, max_tokens, priority, apart, copies, extra) -> None:
         extra = {k: v for k, v in extra.items() if k != "min_tokens" or max_tokens}
         for seed in range(copies):
             request = make_request(
@@ -225,6 +231,62 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.stats.free_compact_blocks == self.shape.num_compact
 
 
+class SummaryMachine(SchedulerMachine):
+    """With a budget: blocks of one or two tokens, so that short sequences have levels of summaries."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 1, 2]),
+        num_blocks=st.integers(5, 40),
+        budget=st.sampled_from([1, 5, 40]),
+        max_num_seqs=st.integers(1, 4),
+        kind=st.sampled_from(["sha256", "sha256", "sha256", "two values", "off"]),
+        window_blocks=st.integers(1, 3),
+        more_blocks=st.integers(16, 20),
+        num_compact=st.integers(20, 120),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        kind: str,
+        window_blocks: int,
+        more_blocks: int,
+        num_compact: int,
+    ) -> None:
+        history = (window_blocks * block_size, (window_blocks + more_blocks) * block_size)
+        shape = PoolShape(block_size, num_blocks, num_compact, *history)
+        self.start_with(shape, SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=250
+        ), kind)  # fmt: skip
+
+    @rule(
+        stem=st.sampled_from([0, 1, 2]),
+        length=st.integers(1, 120),
+        rest=st.lists(st.integers(0, VOCAB - 1), max_size=5),
+        max_tokens=st.integers(0, 100),
+        priority=st.sampled_from([0, 0, 0, -1]),
+    )
+    def add_long(self, stem, length, rest, max_tokens, priority) -> None:
+        prompt = [i * i * (stem + 1) // 7 % 3 for i in range(length)] + rest
+        options = (max_tokens, priority, ("", ""), 1, {"ignore_eos": True})
+        self.add_prompt(prompt, *options)
+
+    @precondition(lambda self: any(r.finished for r in self.requests))
+    @rule(data=st.data(), back=st.sampled_from([0, 0, 1, 10, 40]), max_tokens=st.integers(0, 60))
+    def go_on(self, data: st.DataObject, back: int, max_tokens: int) -> None:
+        """The next turn of a dialogue, or another one after an earlier turn."""
+        before = data.draw(st.sampled_from([r for r in self.requests if r.finished])).token_ids
+        prompt = [*before[: max(1, len(before) - back)], 1]
+        self.add_prompt(prompt, max_tokens, 0, ("", ""), 1, {"ignore_eos": True})
+
+    @rule(count=st.integers(10, 40))
+    def many_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.model.step()
+
+
 SETTINGS = settings(
     max_examples=150,
     stateful_step_count=30,
@@ -237,6 +299,10 @@ SETTINGS = settings(
 
 def test_the_books_agree_and_every_request_reads_its_own_history() -> None:
     run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+
+
+def test_the_books_agree_with_summaries() -> None:
+    run_state_machine_as_test(SummaryMachine, settings=SETTINGS)
 
 
 # ---- mutants: each is a fault that the machine must find

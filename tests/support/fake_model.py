@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 from octavo.config import SchedulerConfig
 from octavo.engine.blocks import PoolShape
 from octavo.engine.scheduler import Scheduler
 from octavo.engine.step import ScheduledRequest, SchedulerOutput
+from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout
 from octavo.request import Request, SamplingParams
 
 
@@ -43,7 +45,8 @@ class FakeModel:
         self.shape, self.block_size = shape, shape.block_size
         self.rows: list[list[int | None]] = [[None] * shape.block_size for _ in range(shape.num_blocks)]
         #: The rows that compact blocks were made of.
-        self.compact: list[list[int | None]] = [[None] * shape.block_size for _ in range(shape.num_compact)]
+        self.compact: list[list[Any]] = [[None] * shape.block_size for _ in range(shape.num_compact)]
+        self.summaries: dict[int, list[int]] = {}  # request id -> levels of those that were made, in order
         self.compactions: dict[int, list[int]] = {}  # request id -> numbers of blocks, in order
         self.next_token = next_token
         self.copies_first = copies_first
@@ -66,12 +69,28 @@ class FakeModel:
             first = max(0, position - window) // size  # blocks that lie wholly before position - window
             assert first == sum((block + 1) * size <= position - window for block in range(position))
         seen: list[int | None] = []
+        groups = self.shape.groups(position)
         for block in range(-(-end // size)):
+            if 1 <= block < first_kept(groups):
+                if block == 1:
+                    seen += self._summarised(request, groups)
+                continue
             as_stored = block >= first
             table = request.block_table if as_stored else request.compact_table
             assert table[block] >= 0, "read after it was given up"
             seen += (self.rows if as_stored else self.compact)[table[block]]
         return seen[:end]
+
+    def _summarised(self, request: Request, groups: int) -> list[int | None]:
+        """The rows that the summaries of so many groups stand for."""
+        rows: list[int | None] = []
+        for level, unit in layout(groups):
+            entries = self.compact[request.summaries[level, unit]]
+            assert len(entries) == GROUP
+            assert all(isinstance(entry, tuple) for entry in entries), "no summary"
+            assert {len(entry) for entry in entries} == {self.block_size * FAN**level}
+            rows += itertools.chain.from_iterable(entries)
+        return rows
 
     def forward(self, output: SchedulerOutput) -> dict[int, int]:
         """Copy, write, then check what each request reads; returns the sampled tokens."""
@@ -114,7 +133,7 @@ class FakeModel:
             there = history[block * size : (block + 1) * size]
             if request.block_table[block] >= 0:
                 assert self.rows[request.block_table[block]][: len(there)] == there, "stale or foreign rows"
-            else:
+            elif request.compact_table[block] >= 0:
                 assert request.block_table[block] not in made
                 assert self.compact[request.compact_table[block]] == there, "stale or foreign compact rows"
 
@@ -124,6 +143,15 @@ class FakeModel:
         for pair in share.compactions:
             self.compact[pair[1]] = list(self.rows[pair[0]])
             done.append(tables.index(pair))
+        for made in share.summaries:
+            self.summaries.setdefault(share.request.id, []).append(made.level)
+            sources = [self.compact[source] for source in made.sources]
+            if made.level == 0:
+                self.compact[made.dst] = [tuple(source) for source in sources]
+            else:
+                every = [entry for source in sources for entry in source]
+                joined = [every[i : i + FAN] for i in range(0, len(every), FAN)]
+                self.compact[made.dst] = [tuple(itertools.chain(*entries)) for entries in joined]
 
     def _copy(self, output: SchedulerOutput) -> None:
         for copy in output.copies:
@@ -205,13 +233,14 @@ def build(
     num_blocks: int = 64,
     num_compact: int = 0,
     window: int | None = None,
+    history_budget: int | None = None,
     seqs: int = 8,
     budget: int = 256,
     max_model_len: int = 1000,
     **kwargs: object,
 ) -> FakeModel:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
-    shape = PoolShape(block_size, num_blocks, num_compact, window)
+    shape = PoolShape(block_size, num_blocks, num_compact, window, history_budget)
     scheduler = Scheduler(config, shape, **kwargs)  # type: ignore[arg-type]  # options as they come
     # By default each request goes on with its own tokens, never an end token.
     return FakeModel(

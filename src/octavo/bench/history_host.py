@@ -18,6 +18,7 @@ from octavo.cache.chain import sha256
 from octavo.config import SchedulerConfig
 from octavo.engine import runner
 from octavo.engine.blocks import PoolShape
+from octavo.engine.history import History
 from octavo.engine.scheduler import Scheduler
 from octavo.request import Request, SamplingParams
 from octavo.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class _Conversation:
         most = tokens + rounds * (QUESTION + ANSWER) + 1
         blocks = 2 * (most // BLOCK_SIZE + rounds + 2)
         shape = PoolShape(BLOCK_SIZE, blocks, blocks, WINDOW) if compact else PoolShape(BLOCK_SIZE, blocks)
-        self.window = shape.window
+        self.history = History(BLOCK_SIZE, WINDOW) if compact else None
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=1, max_model_len=most),
             shape,
@@ -89,7 +90,7 @@ class _Conversation:
         while self.scheduler.has_unfinished():
             start = time.perf_counter()
             output = self.scheduler.schedule()
-            runner.build(output.scheduled, BLOCK_SIZE, "cpu", self.window)
+            runner.build(output.scheduled, BLOCK_SIZE, "cpu", self.history)
             built = time.perf_counter() - start
             sampled = {s.request.id: self.draw.randrange(VOCAB) for s in output.scheduled if s.samples}
             start = time.perf_counter()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from sys import byteorder
+from typing import NamedTuple
+
+from octavo.kernels.history_layout import first_kept, num_groups
 
 #: Bytes of a packed token id. Big-endian, so that the order of bytes is the order of tokens.
 TOKEN_BYTES = 4
@@ -23,6 +26,11 @@ def sha256(data: bytes) -> bytes:
 def compact_key(digest: bytes) -> bytes:
     """The name of a block's compact form, where the block itself goes by its digest."""
     return sha256(b"compact" + digest)
+
+
+def summary_key(digest: bytes, level: int) -> bytes:
+    """The name of a summary whose last block has this digest."""
+    return sha256(b"summary" + level.to_bytes(1, "big") + digest)
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -48,11 +56,13 @@ class Node:
     """A cached block, or the root of a tree, which has no parent.
 
     A node has the block as stored, ``block``, or its compact form, the block ``compact`` of another pool, or
-    both; ``NO_BLOCK`` stands for what it has not. Where a node has its compact form, so have all above it.
-    ``users`` counts the chains through the node, so a node that nobody uses has only such nodes below it,
-    and ``stored_users`` those that read it as stored. ``tokens`` are packed; a *tail* has fewer than
-    block_size of them, no digest and no children. ``guards`` and ``spare_key`` belong to
-    :class:`~octavo.cache.spare.Spare`.
+    both; ``NO_BLOCK`` stands for what it has not. Where a node has its compact form, so have all above it,
+    but for those that are read in a summary: they may have neither. ``users`` counts the chains through the
+    node, so a node that nobody uses has only such nodes below it, ``stored_users`` those that read it as
+    stored, and ``num_summarised`` those that read a summary in its place. ``tokens`` are packed; a *tail* has
+    fewer than block_size of them, no digest and no children. ``guards`` and ``spare_key`` belong to
+    :class:`~octavo.cache.spare.Spare`, ``was_summarised`` and ``queued_compact`` to
+    :class:`~octavo.cache.summaries.Summaries`.
     """
 
     serial: int
@@ -69,6 +79,14 @@ class Node:
     queue_key: tuple[int, int] | None = None
     guards: int = 0
     spare_key: tuple[int, int, int] | None = None
+    num_summarised: int = 0
+    was_summarised: bool = False
+    queued_compact: tuple[int, int, int] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chain reads its compact form, or will once it has left the chain's window."""
+        return self.users == self.num_summarised
 
     @property
     def key(self) -> bytes:
@@ -85,12 +103,14 @@ def child_key(parent: Node, tokens: bytes) -> bytes:
 class Chain:
     """A request's side of the cache: its tokens, their digests so far, and the nodes it uses.
 
-    Chains of different ``policy`` have different K and V for the same tokens, and share nothing.
-    ``path[i]`` is the node that stands for the request's block i: the first ``num_compact`` of them are read
-    in compact form, the others as stored. ``broken`` means that no further block of this request can be
+    Chains of different ``policy`` have different K and V for the same tokens, and share nothing. ``path[i]``
+    is the node that stands for the request's block i: the first ``num_compact`` of them are read in compact
+    form, the others as stored; and of the former ``num_groups`` groups in summaries
+    (``octavo.kernels.history_layout``). ``broken`` means that no further block of this request can be
     registered. The first ``num_saved`` blocks of ``path`` are on disk as stored or on their way, and so are
     the compact forms of the first ``num_saved_compact``; of those from ``num_compact_at_start`` on the first
-    ``num_struck`` are no longer kept there as stored.
+    ``num_struck`` are no longer kept there as stored. The summaries of the first ``num_saved_groups`` are
+    there too.
     """
 
     salt: str
@@ -104,6 +124,8 @@ class Chain:
     num_saved_compact: int = 0
     num_compact_at_start: int = 0
     num_struck: int = 0
+    num_groups: int = 0
+    num_saved_groups: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -123,8 +145,9 @@ class Chain:
 class Match:
     """What a chain can reuse: whole blocks, then the first ``tail_rows`` rows of ``tail``'s block.
 
-    The first ``num_compact`` of ``nodes`` are read in compact form. ``num_known`` blocks of the prefix are
-    cached in some form: where these are more than ``nodes``, what the next query reads as stored is gone.
+    The first ``num_compact`` of ``nodes`` are read in compact form, ``num_groups`` groups of them in
+    summaries. ``num_known`` blocks of the prefix are cached in some form: where these are more than
+    ``nodes``, what the next query reads as stored is gone.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -132,26 +155,44 @@ class Match:
     tail_rows: int = 0
     num_compact: int = 0
     num_known: int = 0
+    num_groups: int = 0
 
 
-def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int | None) -> tuple[int, int]:
-    """How many blocks of a prefix can be reused, and how many of those are read in compact form.
+class Reach(NamedTuple):
+    """How much of a prefix can be reused: ``num_blocks``, of which the first ``num_compact`` are read in
+    compact form, and ``num_groups`` groups of them in summaries."""
 
-    ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
-    before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
-    stored alone and are made compact then. Looks at the window before the end first: there a prefix ends, but
-    for one that was given up.
+    num_blocks: int
+    num_compact: int
+    num_groups: int
+
+
+def readable(
+    stored: Sequence[bool],
+    compact: Sequence[bool],
+    window_blocks: int | None,
+    budget_blocks: int | None,
+    has_layout: Callable[[int], bool],
+) -> Reach:
+    """How much of a prefix can be reused.
+
+    ``stored`` and ``compact`` say which forms are there of each block, ``has_layout`` whether the summaries
+    of so many groups are. The next query after block i reads those before i - window_blocks in compact form,
+    the others as stored; of the former, the last may be there as stored alone and are made compact then, and
+    the last groups that it reads in summaries may be there as compact blocks alone. Looks at the window
+    before the end first: there a prefix ends, but for one that was given up.
     """
-    compact_end = _run(compact)
-    # The last block that is not there as stored, before each length.
+    # Before which block the run of compact blocks ends that starts at each.
+    run_end = [len(compact)] * (len(compact) + 1)
+    for index in range(len(compact) - 1, -1, -1):
+        run_end[index] = run_end[index + 1] if compact[index] else index
     for length in range(len(stored), 0, -1):
         old = 0 if window_blocks is None else max(0, length - window_blocks)
-        read_compact = min(compact_end, old)
-        if all(stored[read_compact:length]):
-            return length, read_compact
-    return 0, 0
-
-
-def _run(there: Sequence[bool]) -> int:
-    """How many are there before the first that is not."""
-    return there.index(False) if False in there else len(there)
+        most = 0 if budget_blocks is None else num_groups(length, budget_blocks)
+        for groups in range(most, -1, -1):
+            read_compact = min(old, run_end[first_kept(groups)])
+            if not all(stored[read_compact:length]):
+                break  # with fewer groups more of them would have to be there
+            if groups == 0 or (compact[0] and has_layout(groups)):
+                return Reach(length, read_compact, groups)
+    return Reach(0, 0, 0)

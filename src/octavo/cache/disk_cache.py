@@ -12,13 +12,14 @@ import atexit
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import lmdb
 
-from octavo.cache.chain import NO_BLOCK, TOKEN_BYTES, Chain, compact_key
+from octavo.cache.chain import NO_BLOCK, TOKEN_BYTES, Chain, compact_key, summary_key
 from octavo.cache.disk_store import DamagedRecordError, DiskStore, Record
+from octavo.kernels.history_layout import last_block
 
 log = logging.getLogger("octavo")
 
@@ -156,9 +157,28 @@ class DiskCache:
         self._loaded += rows is not None
         return rows
 
+    def fetch_summary(
+        self, digests: Sequence[bytes], packed: bytes | bytearray, level: int, unit: int
+    ) -> memoryview | None:
+        """As :meth:`fetch`, a summary of a chain's blocks."""
+        index = last_block(level, unit)
+        if not self.can_fetch_summary(digests, level, unit):
+            return None
+        tokens = bytes(packed[index * self._token_bytes : (index + 1) * self._token_bytes])
+        key, parent = summary_key(digests[index], level), compact_key(digests[index])
+        rows = self._read(key, parent, tokens, self._compact_bytes)
+        self._loaded += rows is not None
+        return rows
+
     def can_fetch(self, digest: bytes, *, compact: bool) -> bool:
         """Whether the block ``digest`` is saved in this form, as far as the index tells."""
-        key = compact_key(digest) if compact else digest
+        return self._is_saved(compact_key(digest) if compact else digest)
+
+    def can_fetch_summary(self, digests: Sequence[bytes], level: int, unit: int) -> bool:
+        """As :meth:`can_fetch`, a summary of the chain's blocks."""
+        return self._is_saved(summary_key(digests[last_block(level, unit)], level))
+
+    def _is_saved(self, key: bytes) -> bool:
         return key in self._store.index.entries and key not in self._forgotten
 
     def _read(self, digest: bytes, parent: bytes, tokens: bytes, num_bytes: int) -> memoryview | None:
@@ -226,6 +246,22 @@ class DiskCache:
             self._queue_up(_Touch(used))
         return end
 
+    def note_summaries(self, chain: Chain, summaries: Mapping[tuple[int, int], int]) -> None:
+        """Note the summaries, (level, unit) -> compact block, that the chain reads and are not saved yet."""
+        for (level, unit), block in summaries.items():
+            index = last_block(level, unit)
+            if index >= len(chain.path):
+                continue
+            key = summary_key(chain.digests[index], level)
+            if self.holds(key):
+                continue
+            if len(self._pending) + len(self._sealed) >= self._max_queued:
+                return
+            node, parent = chain.path[index], compact_key(chain.digests[index])
+            num_tokens = (index + 1) * self._block_size
+            self._sealed.append(SealedBlock(key, parent, node.tokens, num_tokens, block, compact=True))
+        chain.num_saved_groups = chain.num_groups
+
     def _strike(self, chain: Chain, end: int) -> None:
         """What is saved in compact form and was left by the window is not kept as stored any more, where no
         prefix is likely to end near it: it is struck out after what was noted is saved."""
@@ -238,7 +274,7 @@ class DiskCache:
     def leave(self, chain: Chain) -> None:
         """A request gives up its chain: what found no room in the queue is not saved."""
         self._left += len(chain.path) - chain.num_saved
-        chain.num_saved = chain.num_saved_compact = chain.num_struck = 0
+        chain.num_saved = chain.num_saved_compact = chain.num_struck = chain.num_saved_groups = 0
 
     def take_sealed(self) -> list[SealedBlock]:
         """What was noted since the last call; to be handed in before a block of them is given out again."""

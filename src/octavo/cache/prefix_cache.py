@@ -26,7 +26,9 @@ from octavo.cache.chain import (
 )
 from octavo.cache.sorted_keys import SortedKeys
 from octavo.cache.spare import Spare
+from octavo.cache.summaries import Summaries, Summary
 from octavo.cache.unused_leaves import UnusedLeaves
+from octavo.kernels.history_layout import first_kept, last_block, layout
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
@@ -37,10 +39,10 @@ MAX_POLICIES_LOOKED_AT = 4
 
 
 class Evicted(NamedTuple):
-    """Blocks that hold nothing any more, one as stored and one compact, or ``NO_BLOCK``."""
+    """Blocks that hold nothing any more: one as stored, or ``NO_BLOCK``, and compact ones."""
 
     block: int
-    compact: int
+    compact: tuple[int, ...]
 
 
 class PrefixCache:
@@ -53,7 +55,9 @@ class PrefixCache:
     With ``window_blocks`` old history is read in compact form: a query in block i reads the blocks before
     i - window_blocks so, and the others as stored. A hit then ends only where all that is read as stored is
     there, and of blocks that have both forms the stored one is freed before any block is forgotten, first
-    where no prefix is likely to end near it (see :class:`~octavo.cache.spare.Spare`).
+    where no prefix is likely to end near it (see :class:`~octavo.cache.spare.Spare`). With ``budget_blocks``
+    the oldest of that is read in summaries, which are cached with the last block they stand for (see
+    :class:`~octavo.cache.summaries.Summaries`).
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class PrefixCache:
         fingerprint: str,
         enabled: bool = True,
         window_blocks: int | None = None,
+        budget_blocks: int | None = None,
         hash_function: Callable[[bytes], bytes] = sha256,
     ) -> None:
         self.block_size = block_size
@@ -72,6 +77,7 @@ class PrefixCache:
         self.num_evictable = self.num_evictable_compact = 0
         self.num_evictions = 0
         self.window_blocks = window_blocks
+        self.budget_blocks = budget_blocks
         self._fingerprint = fingerprint
         self._hash = hash_function
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
@@ -90,6 +96,7 @@ class PrefixCache:
         self._children: SortedKeys[bytes] = SortedKeys()
         self._leaves = UnusedLeaves(self._max_protected)
         self._spare = Spare(self.window_blocks)
+        self._summaries = Summaries()
         self.num_evictable = self.num_evictable_compact = 0
 
     def __len__(self) -> int:
@@ -101,16 +108,16 @@ class PrefixCache:
         return block in self._by_block
 
     def holds_compact(self, compact: int) -> bool:
-        """As :meth:`holds`, for a compact block."""
-        return compact in self._by_compact
+        """As :meth:`holds`, for a compact block, a summary or not."""
+        return compact in self._by_compact or self._summaries.holds(compact)
 
     def blocks(self) -> list[int]:
         """The blocks cached as stored, used or not."""
         return list(self._by_block)
 
     def compact_blocks(self) -> list[int]:
-        """The cached compact blocks, used or not."""
-        return list(self._by_compact)
+        """The cached compact blocks, summaries too, used or not."""
+        return [*self._by_compact, *self._summaries.blocks()]
 
     def parents(self) -> dict[int, int]:
         """Cached block -> the block before it in its tree, -1 for the first."""
@@ -147,14 +154,19 @@ class PrefixCache:
         if node is None or not self.enabled:
             return Match()
         stored, compact = ([n.block != NO_BLOCK for n in nodes], [n.compact != NO_BLOCK for n in nodes])
-        count, num_compact = readable(stored, compact, self.window_blocks)
+
+        def has_layout(groups: int) -> bool:
+            return all(self.has_summary(nodes, level, unit) for level, unit in layout(groups))
+
+        reach = readable(stored, compact, self.window_blocks, self.budget_blocks, has_layout)
+        count, num_compact, groups = reach
         if count < len(nodes):
-            return Match(tuple(nodes[:count]), num_compact=num_compact, num_known=len(nodes))
+            return Match(tuple(nodes[:count]), None, 0, num_compact, len(nodes), groups)
         start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
         end = min(start + self.block_size, limit)
         wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
         tail, rows = self._longest_common(node, wanted)
-        return Match(tuple(nodes), tail, rows, num_compact, len(nodes))
+        return Match(tuple(nodes), tail, rows, num_compact, len(nodes), groups)
 
     def known(self, chain: Chain) -> list[Node]:
         """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it."""
@@ -198,16 +210,27 @@ class PrefixCache:
             if hit:
                 self._leaves.protect(node)
         chain.path, chain.num_compact = list(match.nodes), match.num_compact
+        self.summarised(chain, match.num_groups)
+        for level, unit in layout(match.num_groups):
+            self.use_summary(chain, level, unit)
         if match.tail is not None:
             # Copied, not used; and not protected either: one common token is no proof of worth.
             self._touch(match.tail)
 
     def _use(self, node: Node) -> None:
         if node.users == 0:
-            self.num_evictable_compact -= node.compact != NO_BLOCK
             self._leaves.remove(node)
-        node.users += 1
+        self._change_users(node, 1, 0)
         node.last_used = self._clock
+
+    def _change_users(self, node: Node, users: int, summarised: int) -> None:
+        """So many chains more go through the node, and so many more read a summary in its place."""
+        was_idle = node.is_idle
+        node.users += users
+        node.num_summarised += summarised
+        if node.compact != NO_BLOCK:
+            self.num_evictable_compact += node.is_idle - was_idle
+            self._summaries.update(node)
 
     def _use_stored(self, node: Node) -> None:
         self.num_evictable -= node.stored_users == 0
@@ -303,6 +326,14 @@ class PrefixCache:
         chain.num_compact += 1
         return node.compact
 
+    def extend_summarised(self, chain: Chain) -> None:
+        """As :meth:`extend`, for a block that the chain reads in a summary alone."""
+        node = self._extend(chain, NO_BLOCK, NO_BLOCK)
+        if node is not None:
+            node.was_summarised = True
+            self._change_users(node, 0, 1)
+            chain.num_compact += 1
+
     def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
         """The node of the chain's next full block, a new one with these forms; None for a hash collision."""
         index = len(chain.path)
@@ -335,9 +366,63 @@ class PrefixCache:
         self._leave_stored(node)
         return node.compact
 
+    # ---- summaries
+
+    def _summary_of(self, path: Sequence[Node], level: int, unit: int) -> Summary | None:
+        index = last_block(level, unit)
+        return self._summaries.find(path[index], level) if index < len(path) else None
+
+    def num_idle_summaries(self, match: Match) -> int:
+        """Of the summaries that are read of a match, those that nobody reads yet."""
+        found = (self._summary_of(match.nodes, level, unit) for level, unit in layout(match.num_groups))
+        return sum(summary is not None and summary.users == 0 for summary in found)
+
+    def has_summary(self, nodes: Sequence[Node], level: int, unit: int) -> bool:
+        """Whether a summary of a path's blocks is cached, with its last block on the path."""
+        return self._summary_of(nodes, level, unit) is not None
+
+    def summary(self, chain: Chain, level: int, unit: int) -> int:
+        """The compact block of a summary of the chain's blocks, or ``NO_BLOCK``."""
+        found = self._summary_of(chain.path, level, unit)
+        return NO_BLOCK if found is None else found.block
+
+    def use_summary(self, chain: Chain, level: int, unit: int, made: int = NO_BLOCK) -> int:
+        """The chain reads a summary until :meth:`leave_summary`.
+
+        Returns its compact block: where none is cached, that in which it was ``made``, which is cached then
+        unless the chain is broken.
+        """
+        found = self._summary_of(chain.path, level, unit)
+        if found is None:
+            index = last_block(level, unit)
+            if made == NO_BLOCK or index >= len(chain.path):
+                return made
+            found = self._summaries.add(chain.path[index], level, made)
+            self.num_evictable_compact += 1
+        self.num_evictable_compact -= found.users == 0
+        self._summaries.use(found)
+        return found.block
+
+    def leave_summary(self, chain: Chain, level: int, unit: int, *, superseded: bool) -> None:
+        """The chain does not read a summary any more; ``superseded``: it reads one of the next level
+        instead."""
+        found = self._summary_of(chain.path, level, unit)
+        if found is not None:
+            self._summaries.leave(found, superseded=superseded)
+            self.num_evictable_compact += found.users == 0
+
+    def summarised(self, chain: Chain, num_groups: int) -> None:
+        """The chain reads the blocks of its first ``num_groups`` groups in summaries from now on."""
+        for node in chain.path[max(1, first_kept(chain.num_groups)) : first_kept(num_groups)]:
+            node.was_summarised = True
+            self._change_users(node, 0, 1)
+        chain.num_groups = num_groups
+
     def _set_compact(self, node: Node, compact: int) -> None:
         node.compact = compact
         self._by_compact[compact] = node
+        self.num_evictable_compact += node.is_idle
+        self._summaries.update(node)
         self._spare.update(node)
 
     def release(self, chain: Chain, tail_block: int | None, tail_rows: int) -> None:
@@ -359,14 +444,13 @@ class PrefixCache:
         # Leaf first: a parent is queued only once nothing hangs below it.
         for index in range(len(chain.path) - 1, -1, -1):
             node = chain.path[index]
-            node.users -= 1
             node.last_used = self._clock
+            self._change_users(node, -1, -(0 < index < first_kept(chain.num_groups)))
             if index >= chain.num_compact:
                 self._leave_stored(node)
             if node.users == 0:
-                self.num_evictable_compact += node.compact != NO_BLOCK
                 self._enqueue(node)
-        chain.path, chain.num_compact = [], 0
+        chain.path, chain.num_compact, chain.num_groups = [], 0, 0
         chain.broken = not self.enabled
 
     def _root(self, chain: Chain) -> Node:
@@ -412,21 +496,22 @@ class PrefixCache:
     def evict(self, *, compact: bool = False) -> Evicted | None:
         """Forget what is worth least and return its blocks; None if all are used.
 
-        That is the stored form of a block that has both, which frees no ``compact`` one, or an unused leaf,
-        which may have one form only: so what was wanted may take more than one call.
+        That is the stored form of a block that has both, which frees no ``compact`` one; or a compact block
+        that summaries have taken the place of; or an unused leaf, which may have one form only: so what was
+        wanted may take more than one call.
         """
         self._clock = self._leaves.age_out(self._clock)
-        if not compact and len(self._spare) and (self._spare.unguarded or not len(self._leaves)):
+        if compact and len(self._summaries):
+            evicted = Evicted(NO_BLOCK, (self._free_superseded(),))
+        elif not compact and len(self._spare) and (self._spare.unguarded or not len(self._leaves)):
             node = self._spare.first()
-            evicted = Evicted(node.block, NO_BLOCK)
+            evicted = Evicted(node.block, ())
             del self._by_block[node.block]
             node.block = NO_BLOCK
             self.num_evictable -= 1
             self._spare.update(node)
         elif len(self._leaves):
-            node = self._leaves.first()
-            evicted = Evicted(node.block, node.compact)
-            self._remove(node)
+            evicted = self._remove(self._leaves.first())
         else:
             return None
         self.num_evictions += 1
@@ -445,7 +530,19 @@ class PrefixCache:
             node.last_used = 0
         self._leaves.add(node)
 
-    def _remove(self, node: Node) -> None:
+    def _free_superseded(self) -> int:
+        form = self._summaries.first()
+        self.num_evictable_compact -= 1
+        if isinstance(form, Summary):
+            self._summaries.forget(form)
+            return form.block
+        block, form.compact = form.compact, NO_BLOCK
+        del self._by_compact[block]
+        self._summaries.update(form)
+        self._spare.update(form)
+        return block
+
+    def _remove(self, node: Node) -> Evicted:
         self._leaves.remove(node)
         self._leaves.unprotect(node)
         key, parent = node.key, node.parent
@@ -453,18 +550,31 @@ class PrefixCache:
         self._children.remove(key)
         self._spare.removed(node)
         del self._by_key[key]
+        evicted = Evicted(node.block, tuple(self._forget_compact(node)))
         if node.block != NO_BLOCK:
             del self._by_block[node.block]
             self.num_evictable -= 1
-        if node.compact != NO_BLOCK:
-            del self._by_compact[node.compact]
-            self.num_evictable_compact -= 1
         if node.digest is not None:
             del self._by_digest[node.digest]
         parent.num_children -= 1
         self._spare.children_changed(parent, parent.num_children + 1)
         self._enqueue(parent)
         self._drop_childless_root(parent)
+        return evicted
+
+    def _forget_compact(self, node: Node) -> list[int]:
+        """The compact blocks of a node that is removed."""
+        blocks = []
+        if node.compact != NO_BLOCK:
+            blocks.append(node.compact)
+            del self._by_compact[node.compact]
+            node.compact = NO_BLOCK
+            self._summaries.update(node)
+        for summary in self._summaries.of(node):
+            blocks.append(summary.block)
+            self._summaries.forget(summary)
+        self.num_evictable_compact -= len(blocks)
+        return blocks
 
     def _drop_childless_root(self, node: Node) -> None:
         if node.parent is None and node.num_children == 0:
@@ -484,11 +594,13 @@ class PrefixCache:
                 assert node.parent is parent, "a path skips a node"
                 users[node.serial] += 1
                 stored_users[node.serial] += index >= chain.num_compact
-                assert (node.compact if index < chain.num_compact else node.block) != NO_BLOCK
+                if not 0 < index < first_kept(chain.num_groups):
+                    assert (node.compact if index < chain.num_compact else node.block) != NO_BLOCK
                 parent = node
         for key, node in self._by_key.items():
             assert node.key == key
-            assert node.block != NO_BLOCK or node.compact != NO_BLOCK, "a node without a block"
+            hollow = node.block == NO_BLOCK and node.compact == NO_BLOCK
+            assert not hollow or node.was_summarised, "a node without a block"
             assert node.block == NO_BLOCK or self._by_block[node.block] is node
             assert node.compact == NO_BLOCK or self._by_compact[node.compact] is node
             assert node.users == users[node.serial], "users differ from the paths"
@@ -499,7 +611,8 @@ class PrefixCache:
             assert above is parent, "a parent was given up before its child"
             if parent.parent is not None:
                 assert len(parent.tokens) == self._block_bytes, "a tail has a child"
-                assert node.compact == NO_BLOCK or parent.compact != NO_BLOCK, "compact below stored only"
+                gone = parent.compact == NO_BLOCK and not parent.was_summarised
+                assert node.compact == NO_BLOCK or not gone, "compact below stored only"
             assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
             assert node.digest is None or self._by_digest[node.digest] is node
         children = Counter(node.parent.serial for node in nodes if node.parent is not None)
@@ -508,10 +621,12 @@ class PrefixCache:
             assert parent.parent is not None or parent.num_children, "an empty tree is kept"
         by_compact = self._by_compact.values()
         assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
-        assert self.num_evictable_compact == sum(node.users == 0 for node in by_compact)
+        idle = sum(node.is_idle for node in by_compact) + self._summaries.num_idle
+        assert self.num_evictable_compact == idle
         assert list(self._children) == sorted(self._by_key)
         assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
         assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
         assert len(self._by_digest) == sum(node.digest is not None for node in nodes)
         self._leaves.check_invariants(nodes)
         self._spare.check_invariants(nodes)
+        self._summaries.check_invariants(nodes)

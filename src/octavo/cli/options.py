@@ -195,6 +195,10 @@ HISTORY_HELP = (
 )
 HISTORY_WINDOW_HELP = "With compact history: tokens that are always read as stored, such as 512 or 1k."
 HISTORY_VALUES_HELP = f"With compact history: how values are held, {' or '.join(HISTORY_VALUES)}."
+HISTORY_BUDGET_HELP = (
+    "With compact history: what a conversation may have of blocks, such as 4k tokens or 256MiB; "
+    "what is older is read as summaries, which is worse."
+)
 History = Annotated[
     str,
     typer.Option(callback=one_of(*HISTORIES), metavar="NAME", help=HISTORY_HELP, rich_help_panel=ENGINE),
@@ -208,6 +212,9 @@ HistoryValues = Annotated[
     typer.Option(
         callback=one_of(*HISTORY_VALUES), metavar="NAME", help=HISTORY_VALUES_HELP, rich_help_panel=ENGINE
     ),
+]
+HistoryBudget = Annotated[
+    str | None, typer.Option(metavar="LENGTH|SIZE", help=HISTORY_BUDGET_HELP, rich_help_panel=ENGINE)
 ]
 Temperature = Annotated[
     float, typer.Option(help="0 always takes the most probable token.", rich_help_panel=SAMPLING)

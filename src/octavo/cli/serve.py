@@ -124,6 +124,7 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 history_window=values["history_window"],
                 history_values=values["history_values"],
                 history_tokens=values["history_tokens"],
+                history_budget=values["history_budget"],
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=values["max_num_seqs"],

@@ -232,6 +232,7 @@ SETTINGS = (
         "LENGTH",
         _length,
     ),
+    Setting("history_budget", str | None, None, opt.HISTORY_BUDGET_HELP, HISTORY, "LENGTH|SIZE"),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", PREFIXES),
     Setting(
         "cache_dir",

@@ -21,6 +21,7 @@ from octavo.cache.kv_cache import DTYPES, KVCache
 from octavo.config import (
     ACTIVATIONS,
     HISTORIES,
+    HISTORY_MEANS,
     HISTORY_VALUES,
     WEIGHTS,
     CacheConfig,
@@ -30,11 +31,13 @@ from octavo.config import (
 from octavo.engine import resources
 from octavo.engine.encoder import EncoderEngine, is_encoder, load_encoder
 from octavo.engine.engine import Engine
+from octavo.engine.history import History
 from octavo.engine.runner import Model, Runner
 from octavo.engine.scheduler import Scheduler
 from octavo.kernels import native
 from octavo.kernels.api import KERNEL_VERSION, AttentionSpec
 from octavo.kernels.compact import RECORD_KEYS
+from octavo.kernels.history_layout import GROUP
 from octavo.kernels.linear import int8_types
 from octavo.metadata_kinds import c2psa_fields
 from octavo.models.decoder import Decoder
@@ -232,7 +235,7 @@ def assemble(
         attention,
         vocab_size=loaded.vocab_size,
         device=config.device,
-        history_window=cache.compact_window,
+        history=History.of(cache, loaded.config),
     )
     return Engine(
         config,
@@ -327,6 +330,7 @@ def prefix_fingerprint(
         torch.__version__,
         repr((config.has_planes, config.has_tail, config.has_fast, config.dense_layers)),
         repr((config.cache.compact_window, config.cache.value_bits)),
+        repr((config.cache.history_budget, config.cache.history_mean, config.cache.history_recall)),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -368,6 +372,8 @@ def _check(config: EngineConfig) -> None:
         raise ValueError(f"{name} needs attn_topk or topk_planes: without them every layer is dense")
     if config.attn_topk:
         AttnRule.of(config.attn_topk, config.attn_topk_mode, config.has_tail)
+    if cache.history_budget is not None and config.has_planes:
+        raise ValueError("history_budget goes with dense attention: leave out attn_topk and topk_planes")
     if config.dense_layers and not config.has_planes:
         raise ValueError("dense_layers needs attn_topk or topk_planes: without them every layer is dense")
     if config.weights not in WEIGHTS:
@@ -422,6 +428,14 @@ def _backend(config: EngineConfig, model: ModelConfig, pool: native.ThreadPool) 
     return AttentionBackend(config.attention, spec, pool, topk=config.has_planes)
 
 
+def _check_budget(cache: CacheConfig) -> None:
+    budget = cache.history_budget
+    if isinstance(budget, bool) or not isinstance(budget, str | int):
+        raise ValueError(f'history_budget must be tokens or a size ("64k", "1GiB"), got {budget!r:.100}')
+    if cache.history == "compact" and cache.block_size != GROUP:
+        raise ValueError(f"history_budget needs a block_size of {GROUP}, got {cache.block_size}")
+
+
 def _check_history(cache: CacheConfig) -> None:
     if cache.history not in HISTORIES:
         raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {cache.history!r:.100}")
@@ -433,6 +447,11 @@ def _check_history(cache: CacheConfig) -> None:
     if cache.num_compact_blocks is not None:
         check_int("num_compact_blocks", cache.num_compact_blocks, 1, MAX_BLOCKS)
     check_int("history_window", cache.history_window, 1)
+    if cache.history_mean not in HISTORY_MEANS:
+        allowed = ", ".join(HISTORY_MEANS)
+        raise ValueError(f"history_mean must be one of {allowed}, got {cache.history_mean!r:.100}")
+    if cache.history_budget is not None:
+        _check_budget(cache)
     step = max(cache.block_size, RECORD_KEYS)
     if cache.history != "compact":
         return

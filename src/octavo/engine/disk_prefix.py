@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.cache.chain import NO_BLOCK, Chain, Match, Node, readable
+from octavo.cache.chain import NO_BLOCK, Chain, Match, Node, Reach, readable
 from octavo.cache.disk_cache import DiskCache
 from octavo.cache.prefix_cache import PrefixCache
+from octavo.kernels.history_layout import first_kept, last_block, layout
 
 
 class LoadedRows(NamedTuple):
-    """Rows of a block that an earlier process left, as stored or ``compact``."""
+    """Rows of a block that an earlier process left, as stored or ``compact``; None for a block that is read
+    in a summary alone."""
 
-    rows: memoryview
+    rows: memoryview | None
     compact: bool
 
 
 class DiskPrefix(NamedTuple):
-    """A prefix of which ``match`` is in memory and ``loads`` follow, in order."""
+    """A prefix of which ``match`` is in memory and ``loads`` follow, in order; and the ``summaries``,
+    ((level, unit), rows), that memory has not."""
 
     match: Match
     loads: list[LoadedRows]
+    summaries: list[tuple[tuple[int, int], memoryview]]
 
 
 class _Sources(NamedTuple):
-    """How a prefix can be read: ``num_blocks``, the first ``num_compact`` of them compact, and the first
-    ``in_memory`` from memory."""
+    """How a prefix can be read, and how many of its blocks come from memory."""
 
-    num_blocks: int
-    num_compact: int
+    reach: Reach
     in_memory: int
 
 
@@ -40,20 +42,35 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
     """
     digests = cache.digests(chain)[: (chain.num_tokens - 1) // cache.block_size]
     while True:
-        sources = _sources(digests, cache.known(chain), disk, cache.window_blocks)
-        if sources is None or sources.num_blocks * cache.block_size <= _num_tokens(match, cache.block_size):
-            return DiskPrefix(match, [])
+        sources = _sources(digests, cache, chain, disk)
+        if sources is None:
+            return DiskPrefix(match, [], [])
+        count, num_compact, groups = sources.reach
+        if count * cache.block_size <= _num_tokens(match, cache.block_size):
+            return DiskPrefix(match, [], [])
         loads: list[LoadedRows] = []
-        for index in range(sources.in_memory, sources.num_blocks):
-            compact = index < sources.num_compact
-            rows = disk.fetch(cache.root_digest(chain), digests, chain.packed, index, compact=compact)
-            if rows is None:
-                break
+        for index in range(sources.in_memory, count):
+            compact, rows = index < num_compact, None
+            if not 0 < index < first_kept(groups):
+                rows = disk.fetch(cache.root_digest(chain), digests, chain.packed, index, compact=compact)
+                if rows is None:
+                    break
             loads.append(LoadedRows(rows, compact))
         else:
             nodes = tuple(cache.known(chain)[: sources.in_memory])
-            num_compact = min(sources.num_compact, len(nodes))
-            return DiskPrefix(Match(nodes, num_compact=num_compact, num_known=match.num_known), loads)
+            summaries: list[tuple[tuple[int, int], memoryview]] = []
+            for pair in layout(groups):
+                if not cache.has_summary(nodes, *pair):
+                    rows = disk.fetch_summary(digests, chain.packed, *pair)
+                    if rows is None:
+                        index = last_block(*pair)
+                        break
+                    summaries.append((pair, rows))
+            else:
+                num_compact = min(num_compact, len(nodes))
+                return DiskPrefix(
+                    Match(nodes, None, 0, num_compact, match.num_known, groups), loads, summaries
+                )
         # Damaged, or not there yet or any more: what is before it may still be read.
         digests = digests[:index]
 
@@ -62,9 +79,8 @@ def _num_tokens(match: Match, block_size: int) -> int:
     return len(match.nodes) * block_size + match.tail_rows
 
 
-def _sources(
-    digests: Sequence[bytes], nodes: Sequence[Node], disk: DiskCache, window_blocks: int | None
-) -> _Sources | None:
+def _sources(digests: Sequence[bytes], cache: PrefixCache, chain: Chain, disk: DiskCache) -> _Sources | None:
+    nodes = cache.known(chain)
     in_memory = len(nodes)
     while True:
         stored, compact = [], []
@@ -72,17 +88,33 @@ def _sources(
             known = nodes[index : index + 1] if index < in_memory else []
             stored.append(any(_has(n, compact=False) for n in known) or disk.can_fetch(digest, compact=False))
             compact.append(any(_has(n, compact=True) for n in known) or disk.can_fetch(digest, compact=True))
-            if not (stored[-1] or compact[-1]):
+            if not (known or stored[-1] or compact[-1]):
                 break
-        count, num_compact = readable(stored, compact, window_blocks)
+
+        def has_layout(groups: int, in_memory: int = in_memory) -> bool:
+            return all(
+                cache.has_summary(nodes[:in_memory], level, unit)
+                or (last_block(level, unit) < len(digests) and disk.can_fetch_summary(digests, level, unit))
+                for level, unit in layout(groups)
+            )
+
+        reach = readable(stored, compact, cache.window_blocks, cache.budget_blocks, has_layout)
         # From the first block that memory has not as it is read, all must come from disk.
-        first = count
+        count, first = reach.num_blocks, reach.num_blocks
+        hollow = range(1, first_kept(reach.num_groups))
         for index in range(count):
-            if index >= in_memory or not _has(nodes[index], compact=index < num_compact):
+            in_form = index < in_memory and (
+                index in hollow or _has(nodes[index], compact=index < reach.num_compact)
+            )
+            if not in_form:
                 first = index
                 break
-        if all(disk.can_fetch(digests[i], compact=i < num_compact) for i in range(first, count)):
-            return _Sources(count, num_compact, first)
+        if all(
+            disk.can_fetch(digests[i], compact=i < reach.num_compact)
+            for i in range(first, count)
+            if i not in hollow
+        ):
+            return _Sources(reach, first)
         if first == in_memory:
             return None
         in_memory = first

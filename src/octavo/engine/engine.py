@@ -22,6 +22,7 @@ from octavo.engine.step import CacheView, SchedulerOutput, SchedulerStats
 from octavo.request import (
     AttnTopkReport,
     CompletionOutput,
+    HistoryReport,
     Logprob,
     Request,
     RequestMetrics,
@@ -68,6 +69,7 @@ class _Entry:
     error: str | None = None
     attn_report: AttnTopkReport | None = None
     attn_reads: SpanCounts | None = None
+    history_report: HistoryReport | None = None
 
     @property
     def finished(self) -> bool:
@@ -332,6 +334,11 @@ class Engine:
                 entry.attn_report += report
                 self.metrics.attn_topk += report
                 self.metrics.attn_topk_dropped_mass += report.mean_dropped_mass * report.rows
+            summarised = result.history_reports.get(request.id)
+            if summarised is not None:
+                entry.history_report = (entry.history_report or HistoryReport()) + summarised
+                self.metrics.history += summarised
+                self.metrics.history_mass += summarised.mean_mass * summarised.rows
             reads = result.attn_reads.get(request.id)
             if reads is not None:
                 entry.attn_reads = reads if entry.attn_reads is None else entry.attn_reads + reads
@@ -435,9 +442,11 @@ class Engine:
             num_cached_tokens=first.num_cached_tokens or 0,
             num_disk_tokens=first.num_disk_tokens,
             num_compact_tokens=first.num_compact_tokens,
+            num_summarised_tokens=first.num_summarised_tokens,
             cache_miss_reason=first.cache_miss_reason,
             error=entry.error,
             attn_topk=entry.attn_report,
+            history=entry.history_report,
             attn_reads=entry.attn_reads.report() if entry.finished and entry.attn_reads is not None else None,
             metrics=RequestMetrics(
                 arrival_time=entry.arrival_time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from octavo.request import AttnTopkReport
+from octavo.request import AttnTopkReport, HistoryReport
 
 #: Upper bounds of the buckets, in seconds; one more bucket holds what is above the last.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -53,6 +53,8 @@ class EngineMetrics:
         step_time: seconds per step.
         attn_topk: what top-k attention read and left out, over all requests that were not dense.
         attn_topk_dropped_mass: its dropped mass summed over rows; unlike a mean times a number it only rises.
+        history: the rows that read summaries of old history, and how much of their mass fell on these.
+        history_mass: that mass summed over rows; it only rises.
     """
 
     prompt_tokens: int = 0
@@ -71,3 +73,5 @@ class EngineMetrics:
     step_time: Histogram = field(default_factory=Histogram)
     attn_topk: AttnTopkReport = field(default_factory=lambda: AttnTopkReport(attn_topk=0))
     attn_topk_dropped_mass: float = 0.0
+    history: HistoryReport = field(default_factory=HistoryReport)
+    history_mass: float = 0.0

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from octavo.cache.kv_cache import PlaneSet, bytes_per_block, bytes_per_compact_block
 from octavo.config import CacheConfig, EngineConfig, ModelConfig
 from octavo.engine.blocks import PoolShape
+from octavo.kernels.history_layout import FAN, GROUP, layout
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -187,7 +188,40 @@ class BlockSizes(NamedTuple):
 def pool_shape(cache: CacheConfig) -> PoolShape:
     """The pools that a resolved configuration names."""
     assert cache.num_blocks is not None
-    return PoolShape(cache.block_size, cache.num_blocks, cache.num_compact_blocks or 0, cache.compact_window)
+    budget = cache.history_budget
+    assert budget is None or isinstance(budget, int)
+    return PoolShape(
+        cache.block_size, cache.num_blocks, cache.num_compact_blocks or 0, cache.compact_window, budget
+    )
+
+
+def _budget_tokens(cache: CacheConfig, sizes: BlockSizes, longest: int) -> int | None:
+    """``history_budget`` in tokens, of a size the tokens that it holds beside the summaries of ``longest``.
+
+    Raises ValueError for what is neither and for what compact history cannot keep to.
+    """
+    budget, window = cache.history_budget, cache.compact_window
+    if budget is None:
+        return None
+    if window is None:
+        raise ValueError('history_budget needs history="compact": only compact blocks are summarised')
+    least = window + GROUP**2
+    length = re.fullmatch(r"\s*([0-9]{1,12})\s*(k?)\s*", str(budget))
+    if length is not None:
+        tokens = int(length[1]) * (1024 if length[2] else 1)
+    else:
+        num_bytes = parse_size(budget)
+        stored = (window // GROUP + 2) * sizes.stored
+        summaries = FAN * len({level for level, _ in layout(longest // GROUP**2)}) + FAN
+        blocks = (num_bytes - stored) // sizes.compact - summaries
+        tokens = window + max(0, blocks) * GROUP
+    tokens -= tokens % GROUP
+    if tokens < least:
+        raise ValueError(
+            f"history_budget must be at least {least} tokens with a history_window of {window}, "
+            f"got {budget!r:.100}" + ("" if length else f", which holds {tokens}")
+        )
+    return tokens
 
 
 def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[EngineConfig, str | None]:
@@ -202,11 +236,19 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
     check_block_size(cache.block_size)
     sizes = BlockSizes.of(config, model)
     longest = scheduler.max_model_len or model.max_position_embeddings
+    budget = _budget_tokens(cache, sizes, longest)
+    cache = replace(cache, history_budget=budget)
+    config = replace(config, cache=cache)
     if cache.num_blocks is not None:
         num_compact = cache.num_compact_blocks or cache.num_blocks
         shape = PoolShape(cache.block_size, cache.num_blocks)
         if cache.value_bits is not None:
-            shape = shape._replace(num_compact=num_compact, window=cache.compact_window)
+            shape = shape._replace(
+                num_compact=num_compact,
+                window=cache.compact_window,
+                budget=budget,
+                step_tokens=scheduler.max_num_batched_tokens,
+            )
         _check_num_blocks(shape, sizes, available)
     elif cache.kv_cache_memory is not None:
         num_bytes = parse_size(cache.kv_cache_memory)
@@ -259,7 +301,12 @@ def _sequence_blocks(config: EngineConfig, tokens: int) -> tuple[int, int]:
     blocks = -(-tokens // size)
     if window is None or blocks <= window // size + 2:
         return blocks, 0
-    return window // size + 2, blocks - window // size
+    compact, budget = blocks - window // size, config.cache.history_budget
+    if budget is not None:
+        # While it grows by single tokens; a prompt's chunk needs more at a time, which _divide allows for.
+        shape = PoolShape(size, 1, compact, window, int(budget), size)
+        compact = min(compact, shape.compact_needed(tokens))
+    return window // size + 2, compact
 
 
 def num_sequences(config: EngineConfig, tokens: int) -> float:
@@ -292,7 +339,9 @@ def _divide(config: EngineConfig, sizes: BlockSizes, num_bytes: int, longest: in
     num_compact = (num_bytes - num_blocks * sizes.stored) // sizes.compact
     if num_compact < 1:
         return PoolShape(size, 0)
-    return PoolShape(size, num_blocks, num_compact, cache.compact_window)
+    assert cache.history_budget is None or isinstance(cache.history_budget, int)
+    steps = config.scheduler.max_num_batched_tokens
+    return PoolShape(size, num_blocks, num_compact, cache.compact_window, cache.history_budget, steps)
 
 
 def _holds_nothing(config: EngineConfig, sizes: BlockSizes) -> str:

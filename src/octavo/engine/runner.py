@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import AttnReads, ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.engine import sampler
+from octavo.engine.history import History
 from octavo.engine.reads import SpanCounts
 from octavo.engine.step import BlockCopy, BlockLoad, ScheduledRequest
-from octavo.kernels.api import num_compact_blocks
 from octavo.kernels.topk_paged import Report
-from octavo.request import AttnTopkReport, Logprob, Request
+from octavo.request import AttnTopkReport, HistoryReport, Logprob, Request
 
 log = logging.getLogger("octavo")
 
@@ -54,6 +54,8 @@ class StepResult:
     attn_reports: dict[int, AttnTopkReport] = field(default_factory=dict)
     #: Of those that also ask: (query head, key) pairs read and seen in each layer and span of positions.
     attn_reads: dict[int, SpanCounts] = field(default_factory=dict)
+    #: Of requests that read summaries.
+    history_reports: dict[int, HistoryReport] = field(default_factory=dict)
 
     def add(self, other: StepResult) -> None:
         self.tokens |= other.tokens
@@ -62,6 +64,7 @@ class StepResult:
         self.errors |= other.errors
         self.attn_reports |= other.attn_reports
         self.attn_reads |= other.attn_reads
+        self.history_reports |= other.history_reports
 
 
 class Runner:
@@ -75,14 +78,14 @@ class Runner:
         *,
         vocab_size: int,
         device: str = "cpu",
-        history_window: int | None = None,
+        history: History | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.attention = attention
         self.vocab_size = vocab_size
         self.device = device
-        self.history_window = history_window
+        self.history = history
 
     def copy_blocks(self, copies: Iterable[BlockCopy | BlockLoad]) -> None:
         """Run the step's copies and loads, in order; once, before :meth:`run`."""
@@ -125,7 +128,7 @@ class Runner:
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> StepResult:
         result = StepResult()
         sampling = [s for s in scheduled if s.samples]
-        batch = build(scheduled, self.kv_cache.block_size, self.device, self.history_window)
+        batch = build(scheduled, self.kv_cache.block_size, self.device, self.history)
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
         if batch.attn_report is not None:
@@ -135,6 +138,8 @@ class Runner:
         if batch.attn_reads is not None:
             for i, share in enumerate(s for s in scheduled if _explains(s)):
                 result.attn_reads[share.request.id] = SpanCounts.of_row(batch.attn_reads, i)
+        if self.history is not None:
+            result.history_reports = self.history.reports(scheduled, batch)
         for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
             if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
                 self._score_prompt(hidden, first_row, share, result)
@@ -180,7 +185,7 @@ def build(
     scheduled: Sequence[ScheduledRequest],
     block_size: int,
     device: str = "cpu",
-    history_window: int | None = None,
+    history: History | None = None,
 ) -> ForwardBatch:
     """The tensors of one step (see :class:`ForwardBatch` for shapes and an example).
 
@@ -197,7 +202,7 @@ def build(
     block_table = np.zeros((num_seqs, int(num_blocks.max())), dtype=np.int32)
     for row, share, count in zip(block_table, scheduled, num_blocks.tolist(), strict=True):
         row[:count] = np.frombuffer(share.request.block_table, dtype=np.int32, count=count)
-    if history_window is not None:
+    if history is not None:
         np.maximum(block_table, 0, out=block_table)  # what is read in compact form alone has no other block
 
     seq_of_token = np.repeat(np.arange(num_seqs), counts)
@@ -222,34 +227,8 @@ def build(
         attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
         attn_reads=_reads(scheduled, cu_seqlens),
         rows_read=None if all_read else torch.from_numpy(rows_read),
-        **_history(scheduled, history_window, block_size, device),
+        **({} if history is None else history.of_step(scheduled, device)),
     )
-
-
-class _History(TypedDict, total=False):
-    compact_table: torch.Tensor
-    history_window: int
-    compactions: torch.Tensor | None
-
-
-def _history(
-    scheduled: Sequence[ScheduledRequest], window: int | None, block_size: int, device: str
-) -> _History:
-    """What the batch says of compact history; nothing where all is read as stored."""
-    if window is None:
-        return {}
-    last = [share.start + share.num_tokens - 1 for share in scheduled]
-    counts = [num_compact_blocks(position, window, block_size) for position in last]
-    table = np.zeros((len(scheduled), max(1, *counts)), dtype=np.int32)
-    for row, share, count in zip(table, scheduled, counts, strict=True):
-        if count:
-            row[:count] = np.frombuffer(share.request.compact_table, dtype=np.int32, count=count)
-    pairs = [pair for share in scheduled for pair in share.compactions]
-    return {
-        "compact_table": torch.from_numpy(table).to(device),
-        "history_window": window,
-        "compactions": torch.tensor(pairs, dtype=torch.int32, device=device) if pairs else None,
-    }
 
 
 def _explains(share: ScheduledRequest) -> bool:

@@ -12,7 +12,7 @@ from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
 from octavo.engine import disk_prefix
 from octavo.engine.blocks import Blocks, PoolShape, Room
-from octavo.engine.disk_prefix import LoadedRows
+from octavo.engine.disk_prefix import DiskPrefix, LoadedRows
 from octavo.engine.step import (
     CacheView,
     ScheduledRequest,
@@ -21,6 +21,7 @@ from octavo.engine.step import (
     StepDraft,
 )
 from octavo.engine.waiting import Entry, WaitingQueue
+from octavo.kernels.history_layout import first_kept
 from octavo.request import Request, Status, empty_table
 
 if TYPE_CHECKING:
@@ -76,10 +77,18 @@ class Scheduler:
         self._config = config
         self._max_model_len = config.max_model_len
         self._block_size = shape.block_size
+        shape = shape._replace(step_tokens=config.max_num_batched_tokens)
         new_cache = partial(
-            _new_cache, shape, fingerprint=fingerprint, enabled=prefix_cache, hash_function=hash_function
+            PrefixCache,
+            block_size=shape.block_size,
+            num_blocks=shape.num_blocks + shape.num_compact,
+            fingerprint=fingerprint,
+            enabled=prefix_cache,
+            window_blocks=shape.window_blocks,
+            budget_blocks=shape.budget_blocks,
+            hash_function=hash_function,
         )
-        self._blocks = Blocks(shape, config.max_num_batched_tokens, new_cache)
+        self._blocks = Blocks(shape, new_cache)
         self._disk = disk
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
@@ -93,7 +102,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError, in one sentence, for one that can never be served."""
         prompt = len(request.prompt_token_ids)
-        capacity = self._blocks.shape.capacity
+        capacity = self._blocks.capacity
         if prompt == 0:
             raise ValueError("the prompt is empty: it needs at least one token")
         if prompt > self._max_model_len:
@@ -108,7 +117,7 @@ class Scheduler:
         self._push(request)
 
     def _push(self, request: Request) -> None:
-        prompt, capacity = len(request.prompt_token_ids), self._blocks.shape.capacity
+        prompt, capacity = len(request.prompt_token_ids), self._blocks.capacity
         most = min(prompt + request.max_tokens, self._max_model_len, capacity + 1)
         entry = Entry(
             request=request,
@@ -134,7 +143,7 @@ class Scheduler:
             self._disk.start_over()
         for request, num_output_tokens in requests:
             del request.output_token_ids[num_output_tokens:]
-            request.block_table, request.compact_table = empty_table(), empty_table()
+            request.block_table, request.compact_table, request.summaries = empty_table(), empty_table(), {}
             request.num_computed_tokens = 0
             request.finish_reason = request.stop_reason = None
             request.status = Status.WAITING if request.num_cached_tokens is None else Status.PREEMPTED
@@ -239,7 +248,11 @@ class Scheduler:
             self._preempt(last, step)
         step.budget -= end - start
         step.scheduled[request.id] = ScheduledRequest(
-            request, start, end - start, self._blocks.compactions(entry, end)
+            request,
+            start,
+            end - start,
+            self._blocks.compactions(entry, end),
+            self._blocks.summaries_made(entry, end),
         )
 
     def _preempt(self, entry: Entry, step: StepDraft) -> None:
@@ -270,9 +283,12 @@ class Scheduler:
         chain = entry.chain
         if chain.broken:
             self._waiting.drop_claims(entry)
-        saved = chain.num_saved, chain.num_saved_compact
-        if self._disk is not None and saved != (len(chain.path), chain.num_compact):
+        if self._disk is None:
+            return
+        if (chain.num_saved, chain.num_saved_compact) != (len(chain.path), chain.num_compact):
             self._disk.note(chain, self._blocks.cache.root_digest(chain))
+        if chain.num_saved_groups != chain.num_groups:
+            self._disk.note_summaries(chain, entry.request.summaries)
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
         request = entry.request
@@ -285,7 +301,7 @@ class Scheduler:
                 self.finish(request, "stop", token)
                 return
         # A request that outgrows the whole pool ends here too: it could never be computed.
-        capacity = self._blocks.shape.capacity
+        capacity = self._blocks.capacity
         if count >= request.max_tokens or request.num_tokens >= min(self._max_model_len, capacity + 1):
             self.finish(request, "length")
 
@@ -382,12 +398,13 @@ class Scheduler:
         request = entry.request
         self._waiting.remove(entry)
         first = request.num_cached_tokens is None
-        match, loads = self._on_disk(entry, match)
+        prefix = self._on_disk(entry, match)
+        match = prefix.match
         if first:
-            self._note_hit(entry, match, loads)
+            self._note_hit(entry, match, prefix.loads)
         self._blocks.start(entry, match, hit=first)
-        if loads:
-            step.copies += self._blocks.load(entry, loads)
+        if prefix.loads:
+            step.copies += self._blocks.load(entry, prefix)
             step.loads = True
         computed = len(request.block_table) * self._block_size
         if match.tail is not None:
@@ -403,16 +420,16 @@ class Scheduler:
             self._waiting.claim(entry, self._blocks.cache.digests(entry.chain)[len(match.nodes) :])
         self._schedule_share(entry, step)
 
-    def _on_disk(self, entry: Entry, match: Match) -> tuple[Match, Sequence[LoadedRows]]:
+    def _on_disk(self, entry: Entry, match: Match) -> DiskPrefix:
         """What of the prefix is taken from memory, and the rows that follow it on disk."""
         chain, request = entry.chain, entry.request
         if self._disk is None or chain.broken or request.params.prompt_logprobs is not None:
-            return match, ()
+            return DiskPrefix(match, [], [])
         found = disk_prefix.longest(chain, self._blocks.cache, self._disk, match)
         # With less of it from memory it may take more blocks than it was admitted for.
         if found.loads and self._fits(entry, found.match, self._committed()):
             return found
-        return match, ()
+        return DiskPrefix(match, [], [])
 
     def _note_hit(self, entry: Entry, match: Match, loads: Sequence[LoadedRows]) -> None:
         request = entry.request
@@ -421,6 +438,7 @@ class Scheduler:
         request.num_cached_tokens = in_memory + request.num_disk_tokens
         num_compact = match.num_compact + sum(load.compact for load in loads)
         request.num_compact_tokens = num_compact * self._block_size
+        request.num_summarised_tokens = max(0, first_kept(match.num_groups) - 1) * self._block_size
         if self._blocks.cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
@@ -481,21 +499,3 @@ class Scheduler:
             assert (entry.request.status is Status.RUNNING) == (entry in self._running)
             assert entry.num_written <= entry.request.num_computed_tokens, "unwritten rows are booked"
             assert entry.chain.num_tokens == entry.request.num_tokens
-
-
-def _new_cache(
-    shape: PoolShape,
-    window_blocks: int | None,
-    *,
-    fingerprint: str,
-    enabled: bool,
-    hash_function: Callable[[bytes], bytes],
-) -> PrefixCache:
-    return PrefixCache(
-        block_size=shape.block_size,
-        num_blocks=shape.num_blocks + shape.num_compact,
-        fingerprint=fingerprint,
-        enabled=enabled,
-        window_blocks=window_blocks,
-        hash_function=hash_function,
-    )

@@ -18,6 +18,16 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class SummaryMade:
+    """Compact block ``dst`` becomes a summary of ``level``, of 16 compact blocks or of 4 summaries below
+    it."""
+
+    dst: int
+    level: int
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BlockLoad:
     """Fill block ``dst``, compact or not, with ``rows``, which an earlier process left on disk."""
 
@@ -31,13 +41,15 @@ class ScheduledRequest:
     """One request's share of a step: tokens ``start .. start + num_tokens - 1`` of it are computed.
 
     ``compactions`` are pairs of a block as stored and a compact block, which each layer fills with its
-    compact form after its K and V are written and before it attends.
+    compact form after its K and V are written and before it attends; then it makes the ``summaries``, in
+    order.
     """
 
     request: Request
     start: int
     num_tokens: int
     compactions: tuple[tuple[int, int], ...] = ()
+    summaries: tuple[SummaryMade, ...] = ()
 
     @property
     def samples(self) -> bool:

@@ -41,7 +41,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Tokens of a call, each prompt once whatever its n, and what top-k attention read and left out.
 
     ``disk_cached_tokens`` are those of ``cached_tokens`` that came from disk, ``compact_cached_tokens`` those
-    that are read in compact form.
+    that are read in compact form, ``summarised_cached_tokens`` those of these that are read in summaries.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
@@ -53,11 +53,15 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
             "cached_tokens": sum(output.num_cached_tokens for output in outputs),
             "disk_cached_tokens": sum(output.num_disk_tokens for output in outputs),
             "compact_cached_tokens": sum(output.num_compact_tokens for output in outputs),
+            "summarised_cached_tokens": sum(output.num_summarised_tokens for output in outputs),
         },
     }
     reports = [output.attn_topk for output in outputs if output.attn_topk is not None]
     if reports:
         used["attn_topk"] = asdict(sum(reports[1:], start=reports[0]))
+    histories = [output.history for output in outputs if output.history is not None]
+    if histories:
+        used["history"] = asdict(sum(histories[1:], start=histories[0]))
     reads = [output.attn_reads for output in outputs if output.attn_reads is not None]
     if reads:
         used["attn_reads"] = [asdict(each) for each in reads]

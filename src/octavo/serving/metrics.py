@@ -103,7 +103,7 @@ class _EngineCollector(_Families, Collector):
         yield from self._shared("octavo")
         yield from self._shared("vllm")
         engine, stats = self._snapshot.engine, self._snapshot.scheduler
-        topk = engine.attn_topk
+        topk, history = engine.attn_topk, engine.history
         gauges = {
             "kv_blocks_free": ("Free KV blocks.", stats.free_blocks),
             "kv_blocks_cached": (
@@ -123,6 +123,10 @@ class _EngineCollector(_Families, Collector):
                 "The largest bound of the softmax mass that a row of top-k attention left out, 0 to 1.",
                 topk.worst_dropped_mass,
             ),
+            "history_worst_summary_mass": (
+                "The largest share of a token's attention that fell on summaries of old history, 0 to 1.",
+                history.worst_mass,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield self._gauge(f"octavo:{name}", text, value)
@@ -133,6 +137,11 @@ class _EngineCollector(_Families, Collector):
             ),
             "evictions": ("Cached blocks that were given up.", engine.num_evictions),
             "steps": ("Engine steps.", engine.num_steps),
+            "history_summary_rows": ("Computed tokens that read summaries of old history.", history.rows),
+            "history_summary_mass": (
+                "Shares of attention that fell on summaries, summed over these tokens.",
+                engine.history_mass,
+            ),
             "attn_topk_rows": ("Rows (query, head, layer) of top-k attention.", topk.rows),
             "attn_topk_visible_keys": ("Keys that these rows saw.", topk.visible_keys),
             "attn_topk_kept_keys": ("Keys that these rows kept.", topk.kept_keys),

@@ -1,0 +1,272 @@
+"""With a budget the oldest history is read as summaries, and a request still gets, to the bit, what it gets
+cold and alone; and what it takes of the pool and of work stays bounded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_checkpoint import write_tiny_model
+
+from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
+from octavo.engine.build import LoadedModel, assemble, build_engine, load
+from octavo.engine.engine import Engine
+from octavo.engine.resources import pool_shape
+from octavo.kernels.history_layout import GROUP, first_kept, layout, num_groups
+from octavo.request import RequestOutput, SamplingParams
+from octavo.weights.load import open_checkpoint
+
+SIZE, WINDOW, BUDGET = 16, 48, 304
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("summarised") / "model"
+    write_tiny_model(folder, num_layers=2)
+    return load(open_checkpoint(folder), EngineConfig(model=str(folder), num_threads=1))
+
+
+CONFIG = EngineConfig(
+    model="tiny",
+    num_threads=1,
+    cache=CacheConfig(
+        block_size=SIZE,
+        num_blocks=300,
+        num_compact_blocks=500,
+        history="compact",
+        history_window=WINDOW,
+        history_budget=BUDGET,
+    ),
+    scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=4000),
+)
+
+
+def engine_of(loaded: LoadedModel, *, step_tokens: int = 256, **cache: Any) -> Engine:
+    scheduler = replace(CONFIG.scheduler, max_num_batched_tokens=step_tokens)
+    return assemble(replace(CONFIG, cache=replace(CONFIG.cache, **cache), scheduler=scheduler), loaded)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(33, 255) for _ in range(length)]
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
+
+
+def run(engine: Engine, *jobs: tuple[list[int], int]) -> list[RequestOutput]:
+    ids = [engine.add_request(tokens, params(count)) for tokens, count in jobs]
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished():
+        last |= {output.request_id: output for output in engine.step()}
+        engine._scheduler.check_invariants()
+    assert not any(output.error for output in last.values())
+    return [last[str(i)] for i in ids]
+
+
+def cold(loaded: LoadedModel, tokens: list[int], count: int, **options: Any) -> RequestOutput:
+    """Alone, with nothing cached, the whole prompt in one step."""
+    engine = engine_of(loaded, step_tokens=4000, enable_prefix_caching=False, **options)
+    (output,) = run(engine, (tokens, count))
+    return output
+
+
+STEM = prompt(1400, 0)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    jobs=st.lists(
+        st.tuples(st.integers(0, 1400), st.integers(1, 60), st.integers(1, 30), st.integers(0, 20)),
+        min_size=2,
+        max_size=4,
+    ),
+    step_tokens=st.sampled_from([64, 300]),
+    num_blocks=st.sampled_from([30, 80]),
+    num_compact=st.sampled_from([80, 160]),
+    values=st.sampled_from(["int8", "int4"]),
+)
+def test_a_request_in_any_company_gets_what_it_gets_alone(
+    loaded, jobs, step_tokens, num_blocks, num_compact, values
+) -> None:
+    options = {"history_values": values}
+    engine = engine_of(
+        loaded, step_tokens=step_tokens, num_blocks=num_blocks, num_compact_blocks=num_compact, **options
+    )
+    asked: dict[str, tuple[list[int], int]] = {}
+    last: dict[str, RequestOutput] = {}
+    for step in range(3000):
+        for number, (shared, own, count, arrives) in enumerate(jobs):
+            if arrives == step:
+                tokens = [*STEM[:shared], *prompt(own, number)]
+                asked[str(engine.add_request(tokens, params(count)))] = tokens, count
+        last |= {output.request_id: output for output in engine.step()}
+        engine._scheduler.check_invariants()
+        if step > 20 and not engine.has_unfinished():
+            break
+    assert len(last) == len(jobs)
+    for request_id, (tokens, count) in asked.items():
+        expected = cold(loaded, tokens, count, **options)
+        assert last[request_id].outputs == expected.outputs
+        reads = num_groups((len(tokens) + count - 2) // SIZE, BUDGET // SIZE) > 0
+        assert (expected.history is not None) == reads
+
+
+@pytest.mark.parametrize("others", [0, 12, 60])
+def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others) -> None:
+    hits = {}
+    talk = prompt(1100, 1)
+    for depth in (1, 100, 303, 320, 321, 500, 576, 577, 700, 832, 833, 900, 1000, 1088, 1101, 1107):
+        engine = engine_of(loaded, num_blocks=60, num_compact_blocks=120)
+        (output,) = run(engine, (talk, 8))
+        tokens = [*talk, *output.outputs[0].token_ids]
+        run(engine, *((prompt(40, 10 + n), 2) for n in range(others)))
+        fork = [*tokens[:depth], 7]
+        (forked,) = run(engine, (fork, 5))
+        assert forked.outputs == cold(loaded, fork, 5).outputs
+        assert forked.num_summarised_tokens <= forked.num_compact_tokens <= forked.num_cached_tokens
+        hits[depth] = forked
+    if others == 60:
+        assert hits[1107].num_cached_tokens == 0, "nothing was evicted"
+    else:
+        assert hits[1107].num_cached_tokens >= 1100, "the end of a turn keeps what its next query reads"
+        assert hits[1107].num_summarised_tokens == 3 * GROUP * SIZE
+        assert len({hit.num_cached_tokens for hit in hits.values()}) > 3
+
+
+@pytest.fixture
+def warm(loaded, tmp_path: Path):
+    """An engine over a folder, as after a restart: the one before it is closed."""
+    engines: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        for engine in engines:
+            engine.close()
+        engines.append(engine_of(loaded, cache_dir=str(tmp_path / "disk"), cache_disk="64MiB", **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_the_next_turn_is_read_from_disk_with_its_summaries_and_answers_as_cold(loaded, warm) -> None:
+    talks = [prompt(length, 3) for length in (200, 400, 700, 1500)]
+    answers = run(warm(), *((talk, 21) for talk in talks))
+    turns = [
+        [*talk, *answer.outputs[0].token_ids, *prompt(9, 4)]
+        for talk, answer in zip(talks, answers, strict=True)
+    ]
+    after = warm()
+    outputs = run(after, *((turn, 12) for turn in turns))
+    for talk, turn, output in zip(talks, turns, outputs, strict=True):
+        assert output.outputs == cold(loaded, turn, 12).outputs
+        sealed = (len(talk) + 20) // SIZE  # the last token sampled is never computed
+        assert output.num_disk_tokens == output.num_cached_tokens == sealed * SIZE
+        groups = num_groups(sealed, BUDGET // SIZE)
+        assert output.num_summarised_tokens == groups * GROUP * SIZE
+    assert after.disk_stats is not None
+    assert after.disk_stats.damaged == 0
+
+
+def test_a_fork_at_every_depth_after_a_restart_equals_cold(loaded, warm) -> None:
+    talk = prompt(1000, 5)
+    (answer,) = run(warm(), (talk, 10))
+    tokens = [*talk, *answer.outputs[0].token_ids]
+    hits = []
+    for depth in (10, 320, 321, 400, 577, 640, 833, 1000, 1009):
+        fork = [*tokens[:depth], 9]
+        (forked,) = run(warm(), (fork, 4))
+        assert forked.outputs == cold(loaded, fork, 4).outputs
+        hits.append(forked.num_disk_tokens)
+    assert hits[0] == 0
+    assert hits[-1] >= 992
+
+
+def test_a_prefix_in_memory_goes_on_with_summaries_from_disk(loaded, warm) -> None:
+    system = prompt(320, 6)
+    talks = [[*system, *prompt(length, 7)] for length in (500, 700)]
+    answers = run(warm(), *((talk, 10) for talk in talks))
+    engine = warm()
+    for talk, answer in zip(talks, answers, strict=True):  # one after the other: the second finds the first's
+        turn = [*talk, *answer.outputs[0].token_ids, 3]
+        (output,) = run(engine, (turn, 6))
+        assert output.outputs == cold(loaded, turn, 6).outputs
+        assert output.num_cached_tokens >= len(talk) // SIZE * SIZE
+
+
+def test_what_a_conversation_holds_and_what_is_made_of_it_stay_bounded(loaded) -> None:
+    engine = engine_of(loaded, step_tokens=64)
+    shape = pool_shape(engine.config.cache)._replace(step_tokens=64)
+    made: list[int] = []
+    original = engine._scheduler._blocks.summaries_made
+
+    def count(entry, end):
+        found = original(entry, end)
+        made.extend(each.level for each in found)
+        return found
+
+    engine._scheduler._blocks.summaries_made = count  # type: ignore[method-assign]  # counts, and goes on
+    tokens = prompt(3000, 8)
+    engine.add_request(tokens, params(900))
+    most = 0
+    while engine.has_unfinished():
+        engine.step()
+        most = max(most, engine.scheduler_stats.used_compact_blocks)
+        computed = engine.metrics.computed_tokens
+        assert len(made) <= computed / (GROUP * SIZE) * 4 / 3 + 1, "not O(1) a token"
+    groups = num_groups(3898 // SIZE, BUDGET // SIZE)
+    assert most <= shape.compact_needed(3900) < shape.compact_blocks(3900)
+    assert made.count(0) == groups
+    assert len(layout(groups)) <= 4 * (max(made) + 1)
+    assert max(made) >= 1
+    # What a conversation four times as long would need beyond this is a level.
+    assert shape.compact_needed(4 * 3900) - shape.compact_needed(3900) <= 6
+    assert first_kept(groups) * SIZE >= 3898 - BUDGET - SIZE
+
+
+def test_the_report_tells_how_much_mass_fell_on_summaries(loaded) -> None:
+    (short,) = run(engine_of(loaded), (prompt(300, 9), 4))
+    assert short.history is None
+    (output,) = run(engine_of(loaded, step_tokens=100), (prompt(900, 9), 11))
+    assert output.history is not None
+    assert output.history.rows == 900 + 10 - (BUDGET + SIZE), "each token from the first that outgrew it"
+    assert 0 < output.history.mean_mass < output.history.worst_mass < 1
+    whole = cold(loaded, prompt(900, 9), 11).history
+    assert whole is not None
+    assert whole.rows == output.history.rows
+    assert whole.mean_mass == pytest.approx(output.history.mean_mass, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"history_budget": "many"}, 'a size is a number of bytes or text such as "2GiB"'),
+        ({"history_budget": 303}, "at least 304 tokens with a history_window of 48, got 303"),
+        ({"history_budget": "100kB"}, r"at least 304 tokens .* got '100kB', which holds \d+"),
+        ({"history_budget": 2.5}, "history_budget must be tokens or a size"),
+        ({"history_budget": 4000, "history": "exact"}, 'history_budget needs history="compact"'),
+        (
+            {"history_budget": 4096, "block_size": 32, "history_window": 64},
+            "needs a block_size of 16, got 32",
+        ),
+        ({"history_mean": "middle"}, "history_mean must be one of centre, plain"),
+    ],
+)
+def test_bad_options_are_refused_in_a_sentence(tmp_path: Path, options, sentence: str) -> None:
+    write_tiny_model(tmp_path / "model", num_layers=2)
+    config = replace(CONFIG, model=str(tmp_path / "model"), cache=replace(CONFIG.cache, **options))
+    with pytest.raises(ValueError, match=sentence):
+        build_engine(config)
+
+
+def test_few_keys_and_a_budget_do_not_go_together(tmp_path: Path) -> None:
+    config = replace(CONFIG, model=str(tmp_path), attn_topk=64)
+    with pytest.raises(ValueError, match="history_budget goes with dense attention"):
+        build_engine(config)
