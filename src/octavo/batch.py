@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 #: Positions that reads are counted by.
 SPAN = 16
+
+HistoryMean = Literal["centre", "plain"]
 
 
 @dataclass(slots=True)
@@ -56,6 +59,18 @@ class ForwardBatch:
             so is never read. None: everything is read as stored.
         compactions: ``[n, 2]`` int32, pairs (block, compact block): each layer makes the compact form of
             these blocks, after the step's K and V are written and before it attends. None for none.
+        history_budget: tokens of compact and stored history; what is older is read as summaries, which
+            ``octavo.kernels.history_layout`` names. None: there are none.
+        summary_table: ``[num_seqs, max_summaries, 3]`` int32, rows (level, unit, compact block) of all
+            summaries that a sequence's queries of the step read; of level -1 where they are not used. None
+            without ``history_budget``.
+        summaries: ``[n, 18]`` int32, operations (compact block, level, 16 source compact blocks) as
+            ``octavo.kernels.compact.summarise`` takes them: each layer makes these summaries in order, after
+            the step's compactions. None for none.
+        summary_mass: ``[num_tokens, num_heads]`` float32, to which each layer adds the share of each row's
+            softmax that fell on summaries. None where nobody asks.
+        history_mean: "centre": keys are turned to the centre of their span before their mean is taken;
+            "plain": they are not.
 
     Example, block_size 4. A decodes its 6th token (position 5) and holds blocks 7 and 2. B starts
     with 4 cached tokens (block 9) and computes a chunk of 3 (positions 4, 5, 6) into block 3; its
@@ -88,10 +103,20 @@ class ForwardBatch:
     compact_table: torch.Tensor | None = None
     history_window: int | None = None
     compactions: torch.Tensor | None = None
+    history_budget: int | None = None
+    summary_table: torch.Tensor | None = None
+    summaries: torch.Tensor | None = None
+    summary_mass: torch.Tensor | None = None
+    history_mean: HistoryMean = "centre"
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    @property
+    def turns_keys(self) -> bool:
+        """Whether the step makes summaries of keys that are turned first."""
+        return self.summaries is not None and self.history_mean == "centre"
 
     def read_rows(self) -> NDArray[np.int64]:
         """The rows of ``token_ids`` that ``rows_read`` stands for, ``[num_read]``."""
