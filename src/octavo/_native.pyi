@@ -17,6 +17,11 @@ class ThreadPool:
     @property
     def num_threads(self) -> int: ...
 
+class History:
+    def __init__(
+        self, *, table: int, max_blocks: int, window: int, summaries: int, max_summaries: int, budget: int
+    ) -> None: ...
+
 class PagedBatch:
     def __init__(
         self,
@@ -27,7 +32,7 @@ class PagedBatch:
         num_seqs: int,
         max_blocks: int,
         shape: Shape,
-        history: tuple[int, int, int],
+        history: History,
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
@@ -46,6 +51,21 @@ def seal_compact(
     value_bits: int,
     pairs: int,
     count: int,
+    shape: Shape,
+    pool: ThreadPool,
+    isa: str,
+) -> None: ...
+
+OPERATION_INTS: int
+
+def summarise_compact(
+    *,
+    compact: list[int],
+    num_compact: int,
+    value_bits: int,
+    operations: int,
+    count: int,
+    turns: tuple[int, int],
     shape: Shape,
     pool: ThreadPool,
     isa: str,
@@ -82,6 +102,7 @@ class AttentionPlan:
         out: int,
         lse: int,
         compact: CompactLayer,
+        mass: int,
     ) -> None: ...
 
 def weight_formats() -> list[tuple[str, int, int, bool]]: ...

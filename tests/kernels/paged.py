@@ -1,6 +1,7 @@
 """Random paged caches. Blocks lie in shuffled places and every unused slot holds NaN.
 
-With a ``history_window`` so do those that are only read in compact form.
+With a ``history_window`` so do those that are only read in compact form; with a ``history_budget`` compact
+blocks that are only read as summaries, and summaries that are not read any more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.kernels import api, compact, reference
+from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_groups
 from octavo.kernels.native import ThreadPool
 
 
@@ -33,6 +35,7 @@ class Case:
     seed: int = 0
     history_window: int | None = None
     value_bits: int = 8
+    history_budget: int | None = None
 
     @property
     def scale(self) -> float:
@@ -56,6 +59,12 @@ class Case:
         if self.history_window is None:
             return 0
         return api.num_compact_blocks(position, self.history_window, self.block_size)
+
+    def groups(self, position: int) -> int:
+        """That a query at this position reads as summaries."""
+        if self.history_budget is None:
+            return 0
+        return num_groups(position // self.block_size, self.history_budget // self.block_size)
 
     def tokens(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed * 1000 + s)
@@ -114,7 +123,7 @@ def with_history(paged: Paged, placement: int = 0, pad: float = float("nan")) ->
     """The same step with its compact blocks made, and the blocks that nobody reads as stored gone."""
     case, kv, table = paged.case, paged.kv, paged.meta.block_table.clone()
     counts = [case.compact_blocks(n - 1) for _, n in case.seqs]
-    num_compact = sum(counts) + 2
+    num_compact = 2 * sum(counts) + 2
     order = torch.randperm(num_compact, generator=torch.Generator().manual_seed(placement + 1)).tolist()
     kv = kv._replace(compact=empty_compact(case, num_compact, planes=kv.planes is not None))
     compact_table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
@@ -135,7 +144,51 @@ def with_history(paged: Paged, placement: int = 0, pad: float = float("nan")) ->
     meta = paged.meta._replace(
         block_table=table, compact_table=compact_table, history_window=case.history_window
     )
+    if case.history_budget is not None:
+        meta = with_summaries(case, kv, meta, order)
     return Paged(case, paged.q, kv, meta)
+
+
+def with_summaries(
+    case: Case, kv: api.KVLayer, meta: api.AttentionMeta, free: list[int], turns: torch.Tensor | None = None
+) -> api.AttentionMeta:
+    """Make the summaries that the step reads in ``free`` compact blocks, and spoil what it does not read."""
+    assert kv.compact is not None
+    assert meta.compact_table is not None
+    table = meta.compact_table.clone()
+    tables, unread = [], []
+    for s, (q_len, n) in enumerate(case.seqs):
+        first, last = case.groups(n - q_len) if q_len else 0, case.groups(n - 1) if q_len else 0
+        made: dict[tuple[int, int], int] = {}
+        operations = []
+        for groups in range(1, last + 1):
+            for level, unit in reversed(layout(groups)):  # children first
+                if (level, unit) in made:
+                    continue
+                start = 1 + GROUP * unit
+                sources = (
+                    [made[level - 1, FAN * unit + i] for i in range(FAN)] + [-1] * (GROUP - FAN)
+                    if level
+                    else table[s, start : start + GROUP].tolist()
+                )
+                made[level, unit] = free.pop()
+                operations.append([made[level, unit], level, *sources])
+        if operations:
+            compact.summarise(kv, torch.tensor(operations, dtype=torch.int32), turns, pool(1))
+        read = {unit for groups in range(max(1, first), last + 1) for unit in layout(groups)}
+        tables.append([(*unit, made[unit]) for unit in sorted(read)])
+        gone = table[s, 1 : max(1, first_kept(first))]
+        unread += [block for unit, block in made.items() if unit not in read] + gone.tolist()
+        gone.zero_()
+    for record in kv.compact[:2]:
+        record[unread] = 255
+    rows = max(1, *map(len, tables)) + 1
+    padded = [each + [(-1, -1, -1)] * (rows - len(each)) for each in tables]
+    return meta._replace(
+        compact_table=table,
+        summary_table=torch.tensor(padded, dtype=torch.int32).view(len(padded), rows, 3),
+        history_budget=case.history_budget,
+    )
 
 
 def empty_compact(case: Case, num_compact: int, *, planes: bool = False) -> api.CompactKV:

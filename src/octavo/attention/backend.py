@@ -32,10 +32,16 @@ class TopkStep:
 
 @dataclass(slots=True)
 class Step:
-    """What a step's layers share: the plan of its attention, and the blocks that it makes compact."""
+    """What a step's layers share: the plan of its attention, and the blocks and summaries that it makes.
+
+    ``mass_rows`` are those of ``mass`` that the plan's rows stand for; None: all.
+    """
 
     attention: Any
     compactions: torch.Tensor | None
+    summaries: torch.Tensor | None
+    mass: torch.Tensor | None
+    mass_rows: torch.Tensor | None = None
 
 
 class AttentionBackend:
@@ -69,18 +75,28 @@ class AttentionBackend:
         assert batch.rows_read is not None
         ends = np.cumsum(batch.rows_read.numpy(force=True), dtype=np.int32)
         cu_seqlens_q = torch.from_numpy(np.concatenate([np.zeros(1, np.int32), ends]))
-        return self._plan(batch, cu_seqlens_q.to(batch.cu_seqlens_q.device))
+        step = self._plan(batch, cu_seqlens_q.to(batch.cu_seqlens_q.device))
+        if step.mass is not None:
+            step.mass_rows = torch.from_numpy(batch.read_rows())
+        return step
 
     def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Step:
         if batch.history_window is not None and self.spec.value_bits is None:
             raise ValueError(
                 "the batch has a history_window, but the backend was made without compact history"
             )
-        return Step(self._attention(batch, cu_seqlens_q), batch.compactions)
+        attention = self._attention(batch, cu_seqlens_q)
+        return Step(attention, batch.compactions, batch.summaries, batch.summary_mass)
 
     def _attention(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
         meta = api.AttentionMeta(
-            batch.block_table, batch.seq_lens, cu_seqlens_q, batch.compact_table, batch.history_window
+            batch.block_table,
+            batch.seq_lens,
+            cu_seqlens_q,
+            batch.compact_table,
+            batch.history_window,
+            batch.summary_table,
+            batch.history_budget,
         )
         if batch.attn_topk is None:
             return self._kernel.plan(meta, self.spec, self.pool)
@@ -103,30 +119,46 @@ class AttentionBackend:
         else:
             self._write_kv(*kv_cache.layer(layer), k, v, slot_mapping)
 
-    def compact(self, layer: api.KVLayer, compactions: torch.Tensor | None) -> None:
-        """Make the compact form of a step's ``compactions`` in one layer, whose K and V are written."""
+    def compact(
+        self, layer: api.KVLayer, compactions: torch.Tensor | None, summaries: torch.Tensor | None
+    ) -> None:
+        """Make a step's compact blocks and then its summaries in one layer, whose K and V are written."""
         if compactions is not None:
             compact.seal(layer, compactions, self.pool)
+        if summaries is not None:
+            compact.summarise(layer, summaries, layer.turns, self.pool)
 
     def run(self, q: torch.Tensor, layer: api.KVLayer, step: Step) -> torch.Tensor:
-        """Attention of one layer, after the step's compactions there.
+        """Attention of one layer, after the step's compactions and summaries there.
 
         ``q`` and the result are ``[num_tokens, num_heads, head_dim]``.
         """
-        self.compact(layer, step.compactions)
-        plan = step.attention
+        self.compact(layer, step.compactions, step.summaries)
+        if step.mass is None:
+            return self._attend(q, layer, step.attention, None)
+        if step.mass_rows is None:
+            return self._attend(q, layer, step.attention, step.mass)
+        mass = torch.zeros(q.shape[:2])
+        out = self._attend(q, layer, step.attention, mass)
+        step.mass.index_add_(0, step.mass_rows, mass)
+        return out
+
+    def _attend(
+        self, q: torch.Tensor, layer: api.KVLayer, plan: Any, mass: torch.Tensor | None
+    ) -> torch.Tensor:
         if not isinstance(plan, TopkStep):
-            out, _ = self._kernel.attend(q, layer, plan)
-            return out
+            if mass is None:
+                return self._kernel.attend(q, layer, plan)[0]
+            return self._kernel.attend(q, layer, plan, mass=mass)[0]
         if layer.planes is None:
             if plan.whole is None:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
             if plan.reads is not None:
                 reads.note(plan.reads, q.shape[1], layer.window, None)
-            return fused.attend(q, layer, plan.whole)[0]
+            return fused.attend(q, layer, plan.whole, mass=mass)[0]
         out = torch.empty(q.shape)
         if plan.rest is not None:
-            fused.attend(q, layer, plan.rest, out)
+            fused.attend(q, layer, plan.rest, out, mass=mass)
         watched = plan.reads is not None
         details = topk_paged.attend(q, layer, plan.topk, out, plan.report, details=watched)
         if plan.reads is not None and details is not None:

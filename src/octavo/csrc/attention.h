@@ -45,6 +45,9 @@ struct SpanTask {
     // 8 or 4: K and V are records of compact_rows.h, and block_stride counts records. Keys of a record are read
     // together. 0: as above.
     int value_bits;
+    // [kSpan] added to each key's scaled score, records only; or nullptr. Keys are then in an order of their own, not of
+    // absolute position.
+    const float* bias;
     // Row r sees the keys lo[r] <= j < hi[r]; none when lo[r] >= hi[r].
     const int32_t* lo;
     const int32_t* hi;

@@ -28,6 +28,8 @@ uint16_t half_down(float x, const Isa& isa) {
 
 double rounded(double x, double least, double most) { return std::clamp((x + kRoundTo) - kRoundTo, least, most); }
 
+}  // namespace
+
 // Where the record says that a key cannot be approximated, its scale says so too. The others are what they are: their
 // errors are 0, and rho of topk_scan.cpp also holds the rounding of mean + scale code. False where no key is held.
 bool seal_keys(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
@@ -78,6 +80,8 @@ void seal_values(const void* value, bool half, int head_dim, int value_bits, con
         if (value_bits == 4) std::memcpy(record + layout.minimum + 2 * i, &minimum, 2);
     }
 }
+
+namespace {
 
 void check_pair(const char* what, int32_t block, int64_t num_blocks) {
     if (block < 0 || block >= num_blocks)

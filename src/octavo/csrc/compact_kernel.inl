@@ -137,11 +137,9 @@ private:
                 s[r][1] = fma8(b, k1, s[r][1]);
             }
         });
-        UNROLL for (int r = 0; r < R; ++r) {
-            float* out = t.scores + r * kScoreStride + panel;
-            store8(out, mul8(s[r][0], set8(t.scale)));
-            store8(out + 8, mul8(s[r][1], set8(t.scale)));
-        }
+        const float* bias = t.bias == nullptr ? nullptr : t.bias + panel;
+        UNROLL for (int r = 0; r < R; ++r)
+            store_scores(s[r][0], s[r][1], t.scale, bias, t.scores + r * kScoreStride + panel);
         return true;
     }
 

@@ -87,15 +87,23 @@ NB_MODULE(_native, m) {
             "num_threads"_a)
         .def_prop_ro("num_threads", &ThreadPool::num_threads);
 
+    nb::class_<History>(m, "History")
+        .def(
+            "__init__",
+            [](History* self, uintptr_t table, int64_t max_blocks, int64_t window, uintptr_t summaries,
+               int64_t max_summaries, int64_t budget) {
+                new (self) History{at<const int32_t>(table), max_blocks, window, at<const int32_t>(summaries),
+                                   max_summaries, budget};
+            },
+            nb::kw_only(), "table"_a, "max_blocks"_a, "window"_a, "summaries"_a, "max_summaries"_a, "budget"_a);
+
     nb::class_<PagedBatch>(m, "PagedBatch")
         .def(
             "__init__",
             [](PagedBatch* self, uintptr_t block_table, uintptr_t seq_lens, uintptr_t cu_seqlens_q, int64_t num_seqs,
-               int64_t max_blocks, const Shape& shape, const std::tuple<uintptr_t, int64_t, int64_t>& history) {
-                const auto [table, max_compact, window] = history;
+               int64_t max_blocks, const Shape& shape, const History& history) {
                 new (self) PagedBatch(at<const int32_t>(block_table), at<const int32_t>(seq_lens),
-                                      at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape.block_size,
-                                      {at<const int32_t>(table), max_compact, window});
+                                      at<const int32_t>(cu_seqlens_q), num_seqs, max_blocks, shape.block_size, history);
             },
             nb::kw_only(), "block_table"_a, "seq_lens"_a, "cu_seqlens_q"_a, "num_seqs"_a, "max_blocks"_a, "shape"_a,
             "history"_a)
@@ -127,6 +135,21 @@ NB_MODULE(_native, m) {
         nb::kw_only(), "key"_a, "value"_a, "num_blocks"_a, "compact"_a, "num_compact"_a, "value_bits"_a, "pairs"_a,
         "count"_a, "shape"_a, "pool"_a, "isa"_a);
 
+    m.attr("OPERATION_INTS") = kOperationInts;
+    m.def(
+        "summarise_compact",
+        [](const std::vector<uintptr_t>& compact, int64_t num_compact, int value_bits, uintptr_t operations, int64_t count,
+           const std::tuple<uintptr_t, int64_t>& turns, const Shape& shape, ThreadPool& pool, const std::string& isa) {
+            const SummariseArgs args{at<uint8_t>(compact[0]), at<uint8_t>(compact[1]), num_compact, value_bits,
+                                     at<const int32_t>(operations), count, at<const float>(std::get<0>(turns)),
+                                     std::get<1>(turns)};
+            const Isa& kernels = choose_isa(isa);
+            nb::gil_scoped_release release;
+            summarise_compact(args, shape, pool, kernels);
+        },
+        nb::kw_only(), "compact"_a, "num_compact"_a, "value_bits"_a, "operations"_a, "count"_a, "turns"_a, "shape"_a,
+        "pool"_a, "isa"_a);
+
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -142,14 +165,14 @@ NB_MODULE(_native, m) {
         .def(
             "run",
             [](AttentionPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
-               float scale, int64_t window, uintptr_t out, uintptr_t lse, const CompactArgs& compact) {
-                const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
-                                      num_blocks, scale, window, at<float>(out), at<float>(lse), compact};
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, const CompactArgs& compact, uintptr_t mass) {
+                const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value), num_blocks,
+                                      scale, window, at<float>(out), at<float>(lse), compact, at<float>(mass)};
                 nb::gil_scoped_release release;
                 plan.run(layer);
             },
             "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a,
-            "compact"_a);
+            "compact"_a, "mass"_a);
 
     m.def("weight_formats", [] {
         std::vector<std::tuple<std::string, int, int, bool>> formats;

@@ -48,59 +48,6 @@ const Isa& choose_isa(const std::string& name) {
     return avx512;
 }
 
-PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q,
-                       int64_t num_seqs, int64_t max_blocks, int block_size, const History& history)
-    : history_window(history.window), block_size(block_size) {
-    if (cu_seqlens_q[0] != 0) refuse("cu_seqlens_q must start with 0, got " + std::to_string(cu_seqlens_q[0]));
-    const auto who = [](int64_t s) { return "sequence " + std::to_string(s); };
-    int64_t num_blocks = 0;
-    seqs.reserve(size_t(num_seqs));
-    for (int64_t s = 0; s < num_seqs; ++s) {
-        const int64_t q_len = int64_t(cu_seqlens_q[s + 1]) - cu_seqlens_q[s], seq_len = seq_lens[s];
-        if (q_len < 0) refuse("cu_seqlens_q must not fall, but it does at " + who(s));
-        if (seq_len < q_len)
-            refuse(who(s) + " has " + std::to_string(q_len) + " queries but seq_len " + std::to_string(seq_len));
-        const int64_t count = (seq_len + block_size - 1) / block_size;
-        if (count > max_blocks)
-            refuse(who(s) + " needs " + std::to_string(count) + " blocks for seq_len " + std::to_string(seq_len) +
-                   " but block_table holds " + std::to_string(max_blocks));
-        const int64_t compact_count = compact_blocks(seq_len - 1);
-        if (compact_count > history.max_blocks)
-            refuse(who(s) + " reads " + std::to_string(compact_count) + " blocks in compact form but compact_table holds " +
-                   std::to_string(history.max_blocks));
-        seqs.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks, int64_t(compact.size())});
-        for (int64_t b = 0; b < compact_count; ++b) {
-            const int32_t block = history.table[s * history.max_blocks + b];
-            if (block < 0) refuse(who(s) + " has compact block " + std::to_string(block) + ", which is negative");
-            max_compact = std::max(max_compact, block);
-            compact.push_back(block);
-        }
-        num_blocks += count;
-    }
-    num_tokens = cu_seqlens_q[num_seqs];
-    blocks.resize(size_t(num_blocks));
-    for (int64_t s = 0; s < num_seqs; ++s) {
-        const int64_t count = (seqs[size_t(s)].seq_len + block_size - 1) / block_size;
-        const int32_t* from = block_table + s * max_blocks;
-        int32_t lowest = 0;
-        for (int64_t b = 0; b < count; ++b) {
-            lowest = std::min(lowest, from[b]);
-            max_block = std::max(max_block, from[b]);
-        }
-        if (lowest < 0) refuse(who(s) + " has block " + std::to_string(lowest) + ", which is negative");
-        std::copy(from, from + count, blocks.data() + seqs[size_t(s)].first_block);
-    }
-}
-
-void PagedBatch::check_blocks(int64_t num_blocks, const CompactArgs& compact) const {
-    if (max_compact >= compact.num_blocks)
-        refuse("compact_table holds block " + std::to_string(max_compact) + " but the cache has " +
-               std::to_string(compact.num_blocks) + " compact blocks");
-    if (max_block >= num_blocks)
-        refuse("block_table holds block " + std::to_string(max_block) + " but the cache has " +
-               std::to_string(num_blocks) + " blocks");
-}
-
 AttentionPlan::AttentionPlan(const PagedBatch& batch, const int32_t* topk, const Shape& shape, bool share,
                              ThreadPool& pool, const Isa& isa)
     : batch_(batch),
@@ -116,6 +63,8 @@ AttentionPlan::AttentionPlan(const PagedBatch& batch, const int32_t* topk, const
         const Sequence& seq = batch_.seqs[size_t(s)];
         // More rows than a tile holds gain nothing from company.
         if (seq.q_len == 0 || seq.q_len * group_ > kTileRows || seq.seq_len < kSpan) continue;
+        // What is read in place of a span differs from query to query then.
+        if (batch_.groups_at(seq.seq_len - 1) > 0) continue;
         chains_.push_back({s, batch_.blocks.data() + seq.first_block, seq.seq_len / kSpan});
         if (batch_.history_window == 0) continue;
         identities_.push_back(identity(seq));
@@ -146,8 +95,10 @@ void AttentionPlan::make_jobs(int64_t window) {
             const int count = int(std::min<int64_t>(kTileRows, rows - row0));
             const int64_t first = start + row0 / group_, last = start + (row0 + count - 1) / group_;
             const int64_t lowest = window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
+            const int64_t kept = summaries_ ? batch_.first_kept(batch_.groups_at(first)) : 0;
+            const int64_t left_out = std::max<int64_t>(0, kept / kSpan - 1);
             for (int h = 0; h < shape_.num_kv_heads; ++h) {
-                jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1});
+                jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1 - left_out, left_out});
                 jobs_.back().own_begin = jobs_.back().span_begin;
                 work_ += count * (jobs_.back().span_end - jobs_.back().span_begin);
             }
@@ -213,6 +164,7 @@ void AttentionPlan::share_spans(const Group& group, int kv_head) {
 
 // What sequences share comes first, then what is left of each; the costliest items are dealt out first.
 void AttentionPlan::divide_work(int64_t window) {
+    summaries_ = batch_.reads_summaries(window);
     jobs_.clear();
     items_.clear();
     parts_.clear();
@@ -250,6 +202,8 @@ void AttentionPlan::run(const LayerArgs& layer) {
     batch_.check_blocks(layer.num_blocks, layer.compact);
     if (divided_window_ != layer.window) divide_work(layer.window);
     if (items_.empty()) return;
+    if (summaries_ && layer.mass != nullptr)
+        mass_.assign(size_t(batch_.num_tokens * shape_.num_heads), -std::numeric_limits<double>::infinity());
 
     const int threads = pool_.num_threads();
     const int64_t per_thread = scratch_floats();
@@ -268,7 +222,7 @@ void AttentionPlan::run(const LayerArgs& layer) {
     });
 }
 
-void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) const {
+void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) {
     const int64_t* parts = parts_.data() + item->first_part;
     const Job& lead = jobs_[size_t(parts[0])];
     const Sequence& lead_seq = batch_.seqs[size_t(lead.seq)];
@@ -294,6 +248,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     int32_t lo[kTileRows], hi[kTileRows];
     task.lo = lo;
     task.hi = hi;
+    task.bias = nullptr;
     task.half = shape_.half;
     task.block_shift = block_shift_;
     task.block_stride = int64_t(shape_.num_kv_heads) * shape_.block_size * d;
@@ -305,6 +260,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     const float* query[kTileRows];
     // A row sees its window's keys [first, position], in compact form those before `stored`.
     int64_t first[kTileRows], stored[kTileRows], position[kTileRows], last = 0, last_compact = 0;
+    int64_t groups[kTileRows];  // that it reads as summaries
+    bool summarised = false;
     for (int64_t part = 0, row = 0; part < item->parts; ++part) {
         const Job& job = jobs_[size_t(parts[part])];
         const Sequence& seq = batch_.seqs[size_t(job.seq)];
@@ -313,6 +270,9 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
                          (int64_t(job.kv_head) * group_ + at % group_) * d;
             position[row] = seq.seq_len - seq.q_len + at / group_;
             first[row] = layer.window > 0 ? std::max<int64_t>(0, position[row] - layer.window + 1) : 0;
+            groups[row] = summaries_ ? batch_.groups_at(position[row]) : 0;
+            first[row] = std::max(first[row], batch_.first_kept(groups[row]));
+            summarised = summarised || groups[row] > 0;
             stored[row] = std::max(first[row], batch_.compact_blocks(position[row]) * shape_.block_size);
             last = std::max(last, position[row]);
             last_compact = std::max(last_compact, stored[row]);
@@ -362,8 +322,9 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     };
     bool asked = false, compact_asked = false;  // somebody has asked for the span's K
     for (int64_t span = item->span_begin; span < item->span_end; ++span) {
-        const int64_t base = span * kSpan;
-        const bool more = span + 1 < item->span_end;
+        const int64_t base = (span == 0 ? 0 : span + lead.left_out) * kSpan;
+        // The span behind this one is read next.
+        const bool more = span + 1 < item->span_end && (span > 0 || lead.left_out == 0);
         const bool some = has_compact && see(base, first, stored, 0);
         if (some) {
             compact.blocks = batch_.compact.data() + lead_seq.first_compact + (base >> block_shift_);
@@ -377,11 +338,18 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             task.blocks = batch_.blocks.data() + lead_seq.first_block + (base >> block_shift_);
             task.cold = !asked;
             task.next_keys = more ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
-            asked = rest;
+            asked = rest && more;
             isa_.span(task);
         }
         if (some && rest) isa_.merge(rows, d, task.m, task.l, task.acc, compact.m, compact.l, compact.acc);
         const SpanTask& result = some ? compact : task;
+        if (span == 0 && summarised) {
+            // Rows that read summaries see nothing else of the first span.
+            SpanTask pseudo = compact;
+            const SpanTask& unused = some ? task : compact;
+            pseudo.m = unused.m, pseudo.l = unused.l, pseudo.acc = unused.acc;
+            item->keys_read += run_summaries(lead, groups, pseudo, result);
+        }
         if (alone) {
             isa_.merge(rows, d, result.m, result.l, result.acc, total, total + rows, total + 2 * rows);
             continue;
@@ -417,15 +385,24 @@ void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* pa
         finish(layer, job, m, m + job.rows, m + 2 * job.rows);
     }
 }
+
 void AttentionPlan::finish(const LayerArgs& layer, const Job& job, const float* m, const float* l,
                            const float* acc) const {
     for (int r = 0; r < job.rows; ++r) {
-        const int64_t at = job.row0 + r;
-        const int64_t index = (batch_.seqs[size_t(job.seq)].first_row + at / group_) * shape_.num_heads +
-                              int64_t(job.kv_head) * group_ + at % group_;
+        const int64_t index = row_index(job, r);
         isa_.divide(acc + int64_t(r) * shape_.head_dim, l[r], shape_.head_dim, layer.out + index * shape_.head_dim);
-        if (layer.lse != nullptr) layer.lse[index] = float(double(m[r]) + std::log(double(l[r])));
+        if (layer.lse == nullptr && layer.mass == nullptr) continue;
+        const double lse = double(m[r]) + std::log(double(l[r]));
+        if (layer.lse != nullptr) layer.lse[index] = float(lse);
+        if (layer.mass != nullptr && summaries_) layer.mass[index] += float(std::exp(mass_[size_t(index)] - lse));
     }
+}
+
+// Of a row of a job, in [num_tokens, num_heads].
+int64_t AttentionPlan::row_index(const Job& job, int row) const {
+    const int64_t at = job.row0 + row;
+    return (batch_.seqs[size_t(job.seq)].first_row + at / group_) * shape_.num_heads + int64_t(job.kv_head) * group_ +
+           at % group_;
 }
 
 void write_kv(const WriteArgs& args, const Shape& shape, const Isa& isa) {

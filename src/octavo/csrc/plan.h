@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "groups.h"
+#include "paged_batch.h"
 #include "pool.h"
 
 namespace octavo {
@@ -26,16 +27,6 @@ struct Shape {
     bool half;  // K and V are float16
 };
 
-// The layer's compact history, records of compact_rows.h: key and value [num_blocks, num_kv_heads, block_size / 16].
-struct CompactArgs {
-    const uint8_t* key = nullptr;
-    const uint8_t* value = nullptr;
-    int64_t num_blocks = 0;
-    int value_bits = 0;
-    const uint16_t* mean_value = nullptr;  // for top-k attention, as in its planes
-    const uint16_t* bounds = nullptr;
-};
-
 // One layer's tensors. q and out: [num_tokens, num_heads, head_dim], a token's heads contiguous,
 // tokens q_stride elements apart (out is dense). key and value: [num_blocks, num_kv_heads,
 // block_size, head_dim], dense. lse: [num_tokens, num_heads], or nullptr.
@@ -50,44 +41,8 @@ struct LayerArgs {
     float* out;
     float* lse;
     CompactArgs compact = {};
-};
-
-struct Sequence {
-    int64_t first_row;  // of q
-    int64_t q_len;      // its last queries
-    int64_t seq_len;
-    int64_t first_block;  // in PagedBatch::blocks
-    int64_t first_compact;  // in PagedBatch::compact
-};
-
-// Which blocks are read in compact form: with a window above 0 those that lie wholly before position - window, through
-// table [num_seqs, max_blocks].
-struct History {
-    const int32_t* table = nullptr;
-    int64_t max_blocks = 0;
-    int64_t window = 0;
-};
-
-// A step's integers, checked and copied.
-struct PagedBatch {
-    // block_table [num_seqs, max_blocks], seq_lens [num_seqs], cu_seqlens_q [num_seqs + 1] are read
-    // here and not kept. Throws std::invalid_argument, in one sentence, for what cannot be right.
-    PagedBatch(const int32_t* block_table, const int32_t* seq_lens, const int32_t* cu_seqlens_q, int64_t num_seqs,
-               int64_t max_blocks, int block_size, const History& history);
-    // Throws std::invalid_argument if a block lies outside a cache of so many.
-    void check_blocks(int64_t num_blocks, const CompactArgs& compact) const;
-    // How many of the first blocks a query at this position reads in compact form.
-    int64_t compact_blocks(int64_t position) const {
-        return history_window > 0 && position > history_window ? (position - history_window) / block_size : 0;
-    }
-
-    std::vector<Sequence> seqs;
-    std::vector<int32_t> blocks;
-    std::vector<int32_t> compact;  // those that its last query reads in compact form
-    int64_t num_tokens = 0;
-    int32_t max_block = -1, max_compact = -1;
-    int64_t history_window;
-    int block_size;
+    // [num_tokens, num_heads], to which is added how much of each row's softmax fell on summaries; or nullptr.
+    float* mass = nullptr;
 };
 
 class AttentionPlan {
@@ -117,6 +72,9 @@ private:
         int rows;
         int64_t span_begin;
         int64_t span_end;
+        // Absolute spans that are left out behind the first, as all rows read summaries in their place: the others
+        // have numbers that are less by so many.
+        int64_t left_out = 0;
         int64_t partials = -1;  // where its partials lie, when it is not one item alone
         int64_t own_begin = 0;  // while work is divided: the first span that no item has yet
     };
@@ -136,9 +94,11 @@ private:
     void share_spans(const Group& group, int kv_head);
     void add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end);
     bool keep_partials(Job* job);
-    void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials) const;
+    void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials);
     void complete(const LayerArgs& layer, const Item& item, float* partials);
     void finish(const LayerArgs& layer, const Job& job, const float* m, const float* l, const float* acc) const;
+    int64_t run_summaries(const Job& job, const int64_t* groups, SpanTask task, const SpanTask& result);
+    int64_t row_index(const Job& job, int row) const;
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;
     std::vector<int32_t> identity(const Sequence& seq) const;
@@ -156,6 +116,7 @@ private:
     // The division of work of the last window asked for, and memory that layers reuse.
     std::mutex busy_;
     int64_t divided_window_ = -1;
+    bool summaries_ = false;  // read in layers of that window
     std::vector<Job> jobs_;
     std::vector<Item> items_;
     std::vector<int64_t> parts_;      // jobs
@@ -166,6 +127,7 @@ private:
     int64_t partials_size_ = 0;
     std::unique_ptr<float[]> memory_;
     int64_t memory_size_ = 0;
+    std::vector<double> mass_;  // of each row: log of the sum of exp(score) over its summaries
 };
 
 // Scatters rows of k and v ([num_tokens, num_kv_heads, head_dim], tokens k_stride and v_stride elements apart)

@@ -96,9 +96,21 @@ void pack_panel(const SpanTask& t, int panel, int lo, int hi) {
     }
 }
 
+// The scores of 16 keys, whose biases are at `bias` unless that is nullptr.
+inline void store_scores(F8 s0, F8 s1, float scale, const float* bias, float* out) {
+    s0 = mul8(s0, set8(scale));
+    s1 = mul8(s1, set8(scale));
+    if (bias != nullptr) {
+        s0 = add8(s0, load8(bias));
+        s1 = add8(s1, load8(bias + 8));
+    }
+    store8(out, s0);
+    store8(out + 8, s1);
+}
+
 // R rows x 16 keys.
 template <int R>
-void score_tile(const float* q, const float* k, int head_dim, float scale, float* out) {
+void score_tile(const float* q, const float* k, int head_dim, float scale, const float* bias, float* out) {
     F8 s[R][2];
     UNROLL for (int r = 0; r < R; ++r) s[r][0] = s[r][1] = set8(0.0f);
     for (int d = 0; d < head_dim; ++d, q += R, k += kPanel) {
@@ -109,20 +121,18 @@ void score_tile(const float* q, const float* k, int head_dim, float scale, float
             s[r][1] = fma8(b, k1, s[r][1]);
         }
     }
-    UNROLL for (int r = 0; r < R; ++r) {
-        store8(out + r * kScoreStride, mul8(s[r][0], set8(scale)));
-        store8(out + r * kScoreStride + 8, mul8(s[r][1], set8(scale)));
-    }
+    UNROLL for (int r = 0; r < R; ++r) store_scores(s[r][0], s[r][1], scale, bias, out + r * kScoreStride);
 }
 
-inline void score_rows(int rows, const float* q, const float* k, int head_dim, float scale, float* out) {
+inline void score_rows(int rows, const float* q, const float* k, int head_dim, float scale, const float* bias,
+                       float* out) {
     switch (rows) {
-        case 1: return score_tile<1>(q, k, head_dim, scale, out);
-        case 2: return score_tile<2>(q, k, head_dim, scale, out);
-        case 3: return score_tile<3>(q, k, head_dim, scale, out);
-        case 4: return score_tile<4>(q, k, head_dim, scale, out);
-        case 5: return score_tile<5>(q, k, head_dim, scale, out);
-        default: return score_tile<6>(q, k, head_dim, scale, out);
+        case 1: return score_tile<1>(q, k, head_dim, scale, bias, out);
+        case 2: return score_tile<2>(q, k, head_dim, scale, bias, out);
+        case 3: return score_tile<3>(q, k, head_dim, scale, bias, out);
+        case 4: return score_tile<4>(q, k, head_dim, scale, bias, out);
+        case 5: return score_tile<5>(q, k, head_dim, scale, bias, out);
+        default: return score_tile<6>(q, k, head_dim, scale, bias, out);
     }
 }
 
@@ -344,10 +354,11 @@ void span_form(const SpanTask& t) {
         const int next = panel + kPanel;
         if (Form::score(t, panel, hi)) continue;
         Form::pack(t, panel, lo, hi);
+        const float* bias = t.bias == nullptr ? nullptr : t.bias + panel;
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
             if (panel < micro_hi[i] && next > micro_lo[i])
-                score_rows(t.micro[i], q, t.k_panel, t.head_dim, t.scale, t.scores + row * kScoreStride + panel);
+                score_rows(t.micro[i], q, t.k_panel, t.head_dim, t.scale, bias, t.scores + row * kScoreStride + panel);
             q += t.micro[i] * t.head_dim;
         }
     }

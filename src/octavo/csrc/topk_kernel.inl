@@ -12,7 +12,7 @@ void score_form(const SpanTask& t) {
         Form::pack(t, panel, lo, hi);
         const float* q = t.q_packed;
         for (int i = 0, row = 0; i < t.num_micro; row += t.micro[i++]) {
-            score_rows(t.micro[i], q, t.k_panel, t.head_dim, t.scale, t.scores + row * kScoreStride + panel);
+            score_rows(t.micro[i], q, t.k_panel, t.head_dim, t.scale, nullptr, t.scores + row * kScoreStride + panel);
             q += t.micro[i] * t.head_dim;
         }
     }

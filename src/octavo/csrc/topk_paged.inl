@@ -137,7 +137,7 @@ void gather_typed(const GatherTask& t) {
         for (int d = 0; d < t.head_dim; d += 8) transpose8(row, d, t.k_panel + d * kPanel + half);
     }
     for (int r = 0; r < t.rows; ++r)
-        score_tile<1>(t.q[r], t.k_panel, t.head_dim, t.scale, t.score + r * kScoreStride);
+        score_tile<1>(t.q[r], t.k_panel, t.head_dim, t.scale, nullptr, t.score + r * kScoreStride);
 }
 
 void gather(const GatherTask& t) {

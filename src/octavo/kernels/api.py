@@ -46,6 +46,16 @@ class AttentionMeta(NamedTuple):
     :func:`num_compact_blocks` blocks in compact form, through ``compact_table`` [num_seqs, max_compact] int32
     (ids of compact blocks, rows padded with 0), and the others as stored. What ``block_table`` holds for
     blocks that every query of a sequence reads in compact form is never read.
+
+    With a ``history_budget`` too (tokens, a multiple of 16, at least history_window + 256; blocks of 16) a
+    query in block i reads block 0 in compact form, then the summaries of ``layout(num_groups(i,
+    history_budget // 16))`` and then the blocks from ``first_kept`` on, as above: see
+    ``octavo.kernels.history_layout``. A summary is a compact block whose entry e is read as one key, with
+    log(tokens_of(level)) added to its scaled score. ``summary_table`` [num_seqs, max_summaries, 3] int32
+    holds rows (level, unit, compact block), of level -1 where they are not used: each summary that some query
+    of the sequence reads. ``compact_table`` of blocks that every query of a sequence reads as summaries,
+    block 0 aside, is never read. A layer whose window is at most history_budget - 256 sees no summarised key
+    and ignores summaries; one whose window hides some of them and not all is a ValueError.
     """
 
     block_table: torch.Tensor
@@ -53,6 +63,8 @@ class AttentionMeta(NamedTuple):
     cu_seqlens_q: torch.Tensor
     compact_table: torch.Tensor | None = None
     history_window: int | None = None
+    summary_table: torch.Tensor | None = None
+    history_budget: int | None = None
 
 
 def num_compact_blocks(position: int, history_window: int, block_size: int) -> int:
@@ -98,7 +110,8 @@ class KVLayer(NamedTuple):
     float16; ``scale`` multiplies q.k; ``window`` is the sliding window in tokens (a query at p sees
     max(0, p - window + 1) .. p) or None. ``planes`` is what top-k attention keeps beside K and V
     (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
-    ``compact`` is its compact history, None where there is none.
+    ``compact`` is its compact history, None where there is none. ``turns`` are those of
+    ``octavo.kernels.compact.summarise``.
     """
 
     key: torch.Tensor
@@ -107,6 +120,7 @@ class KVLayer(NamedTuple):
     window: int | None = None
     planes: TopkPlanes | None = None
     compact: CompactKV | None = None
+    turns: torch.Tensor | None = None
 
 
 class Kernel(Protocol):
@@ -124,12 +138,15 @@ class Kernel(Protocol):
         """Whatever is worth computing once a step and reusing in every layer."""
         ...
 
-    def attend(self, q: torch.Tensor, kv: KVLayer, plan: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(
+        self, q: torch.Tensor, kv: KVLayer, plan: Any, *, mass: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention by absolute position through the block table.
 
         ``q`` is [num_tokens, num_heads, head_dim] float32. Returns ``out`` of the same shape and, if
         the spec asked for it, ``lse`` [num_tokens, num_heads] float32: the log-sum-exp of the scaled
-        scores over the visible keys (else None).
+        scores over the visible keys (else None). To ``mass`` [num_tokens, num_heads] float32 is added the
+        share of each row's softmax that fell on summaries; only kernels that read compact history take it.
         """
         ...
 

@@ -61,7 +61,12 @@ def plan(
 
 
 def attend(
-    q: torch.Tensor, kv: KVLayer, plan: Plan, out: torch.Tensor | None = None
+    q: torch.Tensor,
+    kv: KVLayer,
+    plan: Plan,
+    out: torch.Tensor | None = None,
+    *,
+    mass: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``octavo.kernels.api.Kernel.attend``.
 
@@ -75,6 +80,12 @@ def attend(
         out = torch.empty((native.num_tokens, spec.num_heads, spec.head_dim))
     else:
         checks.check_rows("out", out, (native.num_tokens, spec.num_heads, spec.head_dim))
+    if mass is not None and (
+        mass.dtype != torch.float32 or mass.shape != out.shape[:2] or not mass.is_contiguous()
+    ):
+        raise ValueError(
+            f"mass must be {list(out.shape[:2])} float32, contiguous; got {checks.describe(mass)}"
+        )
     lse = torch.empty(out.shape[:2]) if spec.need_lse else None
     args = (
         q.data_ptr(),
@@ -87,6 +98,7 @@ def attend(
         out.data_ptr(),
         lse.data_ptr() if lse is not None else 0,
         checks.compact_layer(kv, history_window, spec),
+        mass.data_ptr() if mass is not None else 0,
     )
     # Outside a profile even an idle record_function costs more than the call itself.
     if torch.autograd.profiler._is_profiler_enabled:

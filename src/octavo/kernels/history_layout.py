@@ -15,6 +15,8 @@ from __future__ import annotations
 GROUP = 16
 #: Units of a level that become one unit of the next.
 FAN = 4
+#: More than any history has: a summary of the last level stands for a billion tokens.
+MAX_LEVELS = 12
 
 
 def num_groups(block: int, budget_blocks: int) -> int:

@@ -13,6 +13,8 @@ KV_DTYPES = (torch.float32, torch.float16)
 RECORD_KEYS: int = _native.RECORD_KEYS
 #: Bits that a compact value may have.
 VALUE_BITS = (8, 4)
+#: A history budget holds the window and a group of 16 blocks of 16 beside it.
+BUDGET_MARGIN = 256
 NO_COMPACT = _native.CompactLayer(planes=[0, 0, 0, 0], num_blocks=0, value_bits=0)
 
 
@@ -57,10 +59,12 @@ def batch(meta: AttentionMeta, spec: AttentionSpec) -> _native.PagedBatch:
     )
 
 
-def _history(meta: AttentionMeta, spec: AttentionSpec, num_seqs: int) -> tuple[int, int, int]:
+def _history(meta: AttentionMeta, spec: AttentionSpec, num_seqs: int) -> _native.History:
     table, window = meta.compact_table, meta.history_window
     if window is None:
-        return 0, 0, 0
+        if meta.history_budget is not None:
+            raise ValueError("a history_budget needs a history_window")
+        return _native.History(table=0, max_blocks=0, window=0, summaries=0, max_summaries=0, budget=0)
     if spec.value_bits is None:
         raise ValueError("a history_window needs a spec with value_bits")
     if window < RECORD_KEYS or window % RECORD_KEYS:
@@ -68,7 +72,32 @@ def _history(meta: AttentionMeta, spec: AttentionSpec, num_seqs: int) -> tuple[i
     if table is None:
         raise ValueError("a history_window needs a compact_table")
     check_ints("compact_table", table, (num_seqs, table.shape[-1]))
-    return table.data_ptr(), table.shape[1], window
+    address, count, budget = _summaries(meta, window, spec, num_seqs)
+    return _native.History(
+        table=table.data_ptr(),
+        max_blocks=table.shape[1],
+        window=window,
+        summaries=address,
+        max_summaries=count,
+        budget=budget,
+    )
+
+
+def _summaries(meta: AttentionMeta, window: int, spec: AttentionSpec, num_seqs: int) -> tuple[int, int, int]:
+    table, budget = meta.summary_table, meta.history_budget
+    if budget is None:
+        return 0, 0, 0
+    if spec.block_size != RECORD_KEYS:
+        raise ValueError(f"a history_budget needs a block_size of 16, got {spec.block_size}")
+    if budget % RECORD_KEYS or budget < window + BUDGET_MARGIN:
+        raise ValueError(
+            f"history_budget must be a multiple of 16, at least history_window + {BUDGET_MARGIN} "
+            f"({window + BUDGET_MARGIN}), got {budget}"
+        )
+    if table is None:
+        raise ValueError("a history_budget needs a summary_table")
+    check_ints("summary_table", table, (num_seqs, table.shape[1], 3))
+    return table.data_ptr(), table.shape[1], budget
 
 
 def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSpec) -> None:

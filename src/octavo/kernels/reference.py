@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, num_compact_blocks
+from octavo.kernels.history_layout import GROUP, first_kept, layout, num_groups, tokens_of
 from octavo.kernels.native import ThreadPool
 
 
@@ -21,41 +22,106 @@ def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> Attentio
     return meta
 
 
-def attend(q: torch.Tensor, kv: KVLayer, plan: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, kv: KVLayer, plan: AttentionMeta, *, mass: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``octavo.kernels.api.Kernel.attend``; always returns the lse."""
-    num_heads = q.shape[1]
-    num_kv_heads, block_size = kv.key.shape[1], kv.key.shape[2]
-    group = num_heads // num_kv_heads
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2])
     starts = plan.cu_seqlens_q.tolist()
     for s, seq_len in enumerate(plan.seq_lens.tolist()):
-        begin, end = starts[s], starts[s + 1]
-        blocks = plan.block_table[s, : -(-seq_len // block_size)].long()
+        history = _Sequence(kv, plan, s, q.shape[1])
+        for row in range(starts[s], starts[s + 1]):
+            position = seq_len - (starts[s + 1] - row)
+            k, v, bias = history.read(position)
+            scores = torch.einsum("hd,hnd->hn", q[row].float(), k) * kv.scale + bias
+            lse[row] = torch.logsumexp(scores, dim=-1)
+            weights = torch.softmax(scores, dim=-1)
+            out[row] = torch.einsum("hn,hnd->hd", weights, v)
+            if mass is not None:
+                mass[row] += weights[:, bias > 0].sum(-1)
+    return out, lse
+
+
+class _Sequence:
+    """One sequence's keys and values in every form, each ``[heads, keys, head_dim]`` float32."""
+
+    def __init__(self, kv: KVLayer, plan: AttentionMeta, s: int, num_heads: int) -> None:
+        self.kv, self.plan, self.s = kv, plan, s
+        self.group = num_heads // kv.key.shape[1]
+        self.block_size = kv.key.shape[2]
+        self.seq_len = int(plan.seq_lens[s])
+        self.empty = torch.empty(num_heads, 0, kv.key.shape[3])
+        blocks = plan.block_table[s, : -(-self.seq_len // self.block_size)].long()
         # [blocks, kv_heads, block_size, d] -> [heads, seq_len, d]
-        keys, values = (
-            x[blocks].transpose(0, 1).flatten(1, 2)[:, :seq_len].float().repeat_interleave(group, dim=0)
+        self.key, self.value = (
+            x[blocks]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, : self.seq_len]
+            .float()
+            .repeat_interleave(self.group, 0)
             for x in (kv.key, kv.value)
         )
-        compact_keys, compact_values = keys[:, :0], values[:, :0]
+        self.compact_key = self.compact_value = self.empty
         if kv.compact is not None and plan.compact_table is not None and plan.history_window is not None:
-            count = num_compact_blocks(seq_len - 1, plan.history_window, block_size)
-            expanded = expand_compact(kv.compact, plan.compact_table[s, :count].long(), q.shape[-1])
-            compact_keys, compact_values = (x.repeat_interleave(group, dim=0) for x in expanded)
-        for row in range(begin, end):
-            position = seq_len - (end - row)
-            first = 0 if kv.window is None else max(0, position - kv.window + 1)
-            stored = 0
-            if plan.history_window is not None:
-                stored = block_size * num_compact_blocks(position, plan.history_window, block_size)
-            k, v = (
-                torch.cat([compact[:, first:stored], x[:, max(first, stored) : position + 1]], dim=1)
-                for compact, x in ((compact_keys, keys), (compact_values, values))
+            count = num_compact_blocks(self.seq_len - 1, plan.history_window, self.block_size)
+            self.compact_key, self.compact_value = self._expand(plan.compact_table[s, :count])
+
+    def read(self, position: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the query at ``position`` reads: keys, values, and ``[keys]`` added to their scores."""
+        window, plan = self.kv.window, self.plan
+        first = 0 if window is None else max(0, position - window + 1)
+        key = value = self.empty
+        bias = torch.empty(0)
+        groups = self._groups(position)
+        if groups:
+            first = first_kept(groups) * self.block_size
+            key, value, bias = self._summaries(groups)
+        stored = 0
+        if plan.history_window is not None:
+            stored = self.block_size * num_compact_blocks(position, plan.history_window, self.block_size)
+        k, v = (
+            torch.cat([old, compact[:, first:stored], x[:, max(first, stored) : position + 1]], dim=1)
+            for old, compact, x in (
+                (key, self.compact_key, self.key),
+                (value, self.compact_value, self.value),
             )
-            scores = torch.einsum("hd,hnd->hn", q[row].float(), k) * kv.scale
-            lse[row] = torch.logsumexp(scores, dim=-1)
-            out[row] = torch.einsum("hn,hnd->hd", torch.softmax(scores, dim=-1), v)
-    return out, lse
+        )
+        return k, v, torch.cat([bias, torch.zeros(k.shape[1] - len(bias))])
+
+    def _groups(self, position: int) -> int:
+        """How many groups of blocks are read as summaries."""
+        budget, window = self.plan.history_budget, self.kv.window
+        if budget is None:
+            return 0
+        groups = num_groups(position // self.block_size, budget // self.block_size)
+        if not groups or window is None:
+            return groups
+        if window <= budget - GROUP * self.block_size:
+            return 0
+        if window < self.seq_len:
+            raise ValueError(f"a layer's window of {window} tokens hides part of what is read as summaries")
+        return groups
+
+    def _summaries(self, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert self.plan.summary_table is not None
+        there = {(level, unit): block for level, unit, block in self.plan.summary_table[self.s].tolist()}
+        units = layout(groups)
+        key, value = self._expand(torch.tensor([there[pair] for pair in units]))
+        bias = torch.tensor([math.log(tokens_of(level)) for level, _ in units]).repeat_interleave(
+            self.block_size
+        )
+        first = slice(0, self.block_size)  # block 0
+        return (
+            torch.cat([self.compact_key[:, first], key], dim=1),
+            torch.cat([self.compact_value[:, first], value], dim=1),
+            torch.cat([torch.zeros(self.block_size), bias]),
+        )
+
+    def _expand(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.kv.compact is not None
+        key, value = expand_compact(self.kv.compact, blocks.long(), self.empty.shape[-1])
+        return key.repeat_interleave(self.group, 0), value.repeat_interleave(self.group, 0)
 
 
 def expand_compact(

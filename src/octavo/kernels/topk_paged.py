@@ -153,6 +153,8 @@ def plan(
     batch = checks.batch(meta, spec)
     num_seqs = meta.seq_lens.shape[0]
     checks.check_ints("policies", policies, (num_seqs, _native.POLICY_COLUMNS))
+    if meta.history_budget is not None and bool((policies[:, 0] > 0).any()):
+        raise ValueError("a history_budget goes with dense attention, but a sequence has a budget of keys")
     native = _native.TopkPlan(
         batch=batch, policies=policies.data_ptr(), shape=checks.shape_of(spec), pool=pool, isa=isa
     )

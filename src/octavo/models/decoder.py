@@ -62,6 +62,11 @@ class Decoder(nn.Module):
         if self.embed_positions is not None:
             x += F.embedding(batch.positions, self.embed_positions)
         rotations = {rope: table.at(batch.positions) for rope, table in self._tables.items()}
+        if batch.turns_keys:
+            rotations = {
+                rope: rotation._replace(turns=self._tables[rope].turns())
+                for rope, rotation in rotations.items()
+            }
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             x = layer(x, step, None if rope is None else rotations[rope])
         return x

@@ -160,6 +160,7 @@ class Attention(nn.Module):
             self.window,
             step.kv_cache.layer_planes(self.layer),
             step.kv_cache.layer_compact(self.layer),
+            None if rotation is None else rotation.turns,
         )
         out = step.attention.run(qk[:, : self.num_heads], kv, step.plan)
         projected: torch.Tensor = self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))

@@ -79,8 +79,9 @@ class NativeDecoder:
                 self.config.window(i),
                 kv_cache.layer_planes(i),
                 kv_cache.layer_compact(i),
+                table.turns() if table is not None and batch.turns_keys else None,
             )
-            for i in range(self.config.num_layers)
+            for i, table in enumerate(self._tables)
         ]
         step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)
         scale = self.config.embedding_scale
@@ -103,7 +104,7 @@ class NativeDecoder:
         """The last layer after its K and V are written: of the step's rows only those that are read."""
         rows = batch.read_rows()
         if not len(rows):
-            attention.compact(kv, batch.compactions)
+            attention.compact(kv, batch.compactions, batch.summaries)
             return
         x = step.x.numpy()  # numpy's indexing starts no threads, which would wait on the pool's cores
         part = torch.from_numpy(x[rows])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.config import RopeConfig
+from octavo.kernels.history_layout import FAN, GROUP, MAX_LEVELS, tokens_of
 
 #: Rows of the table are computed in chunks of this many positions, each from scratch, so that a row
 #: has the same bits whenever and however far the table grew.
@@ -16,10 +17,11 @@ CHUNK = 1024
 
 class Rotation(NamedTuple):
     """Of each token of a step: ``cos`` and ``sin``, ``[num_tokens, 1, head_dim]``; the first half of ``sin``
-    is negated."""
+    is negated. ``turns`` are those of :func:`turns_to_centre`, None where keys are not turned."""
 
     cos: torch.Tensor
     sin: torch.Tensor
+    turns: torch.Tensor | None = None
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -93,6 +95,25 @@ def _yarn_attention_factor(config: RopeConfig) -> float:
     return growth(1.0)
 
 
+def turns_to_centre(
+    config: RopeConfig, head_dim: int, factors: torch.Tensor | None, levels: int
+) -> torch.Tensor:
+    """What turns the keys of a summary to the centre of their span: ``[levels, 16, 2, head_dim]`` float32.
+
+    Cos and sin, as a row of the table holds them. At level 0 of the 16 tokens of a block, at a level above of
+    the 4 entries that become one, each of which stands at its own centre; the rows after these 4 turn
+    nothing. The factor of cos and sin (YaRN's) is in the keys already.
+    """
+    inverse = frequencies(config, head_dim, factors)[0].double()
+    away = torch.zeros(levels, GROUP, dtype=torch.float64)  # positions from a key to the centre
+    away[0] = (GROUP - 1) / 2 - torch.arange(GROUP)
+    for level in range(1, levels):
+        away[level, :FAN] = tokens_of(level - 1) * ((FAN - 1) / 2 - torch.arange(FAN))
+    angles = away[..., None] * inverse
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 2).float()
+
+
 class RopeTable:
     """Cosines and sines of all positions seen so far, float32; it grows by ``CHUNK`` when one is passed.
 
@@ -106,11 +127,18 @@ class RopeTable:
         self._head_dim = head_dim
         self._factors = factors
         self._table = torch.empty(0, 2, head_dim, device=device)
+        self._turns: torch.Tensor | None = None
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation of each of ``positions`` ``[num_tokens]`` int64."""
         rows = self.upto(int(positions.max())).index_select(0, positions)
         return Rotation(rows[:, :1], rows[:, 1:])
+
+    def turns(self) -> torch.Tensor:
+        """:func:`turns_to_centre` of all levels, made once: of one shape, for the reason of ``CHUNK``."""
+        if self._turns is None:
+            self._turns = turns_to_centre(self._config, self._head_dim, self._factors, MAX_LEVELS)
+        return self._turns
 
     def upto(self, longest: int) -> torch.Tensor:
         """Cosines and sines of position 0 to at least ``longest``: ``[positions, 2, head_dim]``."""

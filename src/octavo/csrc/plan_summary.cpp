@@ -1,0 +1,50 @@
+// The partial that rows have of summaries, in place of the spans that these stand for.
+//
+// Its keys have an order of their own: block 0, read in compact form, and the summaries, oldest first. What a row reads is
+// a function of its position, so rows of one tile may read different ones; they are computed apart. 256 keys give a
+// partial, as in any span, and a row's partials are merged in order: so they too do not depend on chunks or batch.
+#include <algorithm>
+#include <cmath>
+
+#include "plan.h"
+
+namespace octavo {
+
+// Merges the partials of summaries into those of `result`, where rows with groups[row] > 0 have nothing yet. `task` has
+// the layer's compact history, and other memory for its own results. Gives the keys that were read.
+int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, SpanTask task, const SpanTask& result) {
+    constexpr int kSpanBlocks = kSpan / kGroupBlocks;
+    const Sequence& seq = batch_.seqs[size_t(job.seq)];
+    int64_t keys_read = 0;
+    int32_t lo[kTileRows] = {}, hi[kTileRows];
+    task.lo = lo;
+    task.hi = hi;
+    for (int begin = 0, end = 0; begin < job.rows; begin = end) {
+        while (end < job.rows && groups[end] == groups[begin]) ++end;
+        if (groups[begin] == 0) continue;
+        const Summarised& read = batch_.summarised_of(seq, groups[begin]);
+        for (int block = 0; block < read.count; block += kSpanBlocks) {
+            const int keys = std::min(kSpanBlocks, read.count - block) * kGroupBlocks;
+            for (int r = 0; r < job.rows; ++r) hi[r] = begin <= r && r < end ? keys : 0;
+            task.blocks = batch_.summary_blocks.data() + read.first + block;
+            task.bias = batch_.summary_bias.data() + (read.first + block) * kGroupBlocks;
+            task.cold = block == 0;
+            task.next_keys = std::clamp((read.count - block - kSpanBlocks) * kGroupBlocks, 0, kSpan);
+            isa_.span(task);
+            isa_.merge(job.rows, shape_.head_dim, task.m, task.l, task.acc, result.m, result.l, result.acc);
+            for (int r = begin; r < end && !mass_.empty(); ++r) {
+                // The weights lie where the scores were. Block 0 is no summary.
+                double sum = 0.0;
+                for (int j = block == 0 ? kGroupBlocks : 0; j < keys; ++j) sum += task.scores[r * kScoreStride + j];
+                if (sum == 0.0) continue;
+                double& mass = mass_[size_t(row_index(job, r))];
+                const double more = double(task.m[r]) + std::log(sum);
+                mass = std::max(mass, more) + std::log1p(std::exp(-std::fabs(mass - more)));
+            }
+            keys_read += keys;
+        }
+    }
+    return keys_read;
+}
+
+}  // namespace octavo
