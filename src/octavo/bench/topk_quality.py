@@ -42,12 +42,14 @@ class Settings:
 class Scored:
     """A window's mean loss a token in nats, and what attention kept in its second half.
 
-    ``dropped_mass`` is a bound of its mean, None where the policy tells none.
+    ``dropped_mass`` is a bound of its mean, None where the policy tells none; ``summary_mass`` what fell on
+    summaries of old history over all of the pass, None where none were read.
     """
 
     loss: float
     kept_share: float
     dropped_mass: float | None
+    summary_mass: float | None = None
 
 
 def run(
@@ -192,7 +194,8 @@ def score(
     for window in windows:
         half = window // 2
         kept, dropped = _kept(policy, (reports[half], reports[window]), window, num_layers)
-        found[window] = Scored(statistics.fmean(losses[half:window]), kept, dropped)
+        mass = None if output.history is None else output.history.mean_mass
+        found[window] = Scored(statistics.fmean(losses[half:window]), kept, dropped, mass)
     return found
 
 

@@ -52,9 +52,8 @@ class History:
         budget = cache.history_budget
         assert budget is None or isinstance(budget, int)
         layers = sum(model.window(layer) is None for layer in range(model.num_layers))
-        return cls(
-            cache.block_size, cache.compact_window, budget, cache.history_mean, model.num_heads, layers
-        )
+        mean: HistoryMean = "plain" if cache.history_mean == "plain" else "centre"
+        return cls(cache.block_size, cache.compact_window, budget, mean, model.num_heads, layers)
 
     def of_step(self, scheduled: Sequence[ScheduledRequest], device: str) -> HistoryTensors:
         last = [share.start + share.num_tokens - 1 for share in scheduled]

@@ -316,6 +316,17 @@ def num_sequences(config: EngineConfig, tokens: int) -> float:
     return min(num_blocks / stored, num_compact / compact if compact else math.inf)
 
 
+def sequence_bytes(config: EngineConfig, model: ModelConfig, tokens: int) -> int:
+    """Bytes of all that a sequence of so many tokens has in the pools of ``config``, which need not be
+    resolved.
+
+    Raises ValueError for a budget of history that cannot be.
+    """
+    sizes = BlockSizes.of(config, model)
+    cache = replace(config.cache, history_budget=_budget_tokens(config.cache, sizes, tokens))
+    return _sequence_bytes(replace(config, cache=cache), sizes, tokens)
+
+
 def _sequence_bytes(config: EngineConfig, sizes: BlockSizes, tokens: int) -> int:
     stored, compact = _sequence_blocks(config, tokens)
     return stored * sizes.stored + compact * sizes.compact
