@@ -94,11 +94,11 @@ void AttentionPlan::make_jobs(int64_t window) {
         for (int64_t row0 = 0; row0 < rows; row0 += kTileRows) {
             const int count = int(std::min<int64_t>(kTileRows, rows - row0));
             const int64_t first = start + row0 / group_, last = start + (row0 + count - 1) / group_;
-            const int64_t lowest = window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
             const int64_t kept = summaries_ ? batch_.first_kept(batch_.groups_at(first)) : 0;
-            const int64_t left_out = std::max<int64_t>(0, kept / kSpan - 1);
+            const int64_t lowest = std::max(kept, window > 0 ? first - window + 1 : 0);
+            const bool summarised = summaries_ && batch_.groups_at(last) > 0;
             for (int h = 0; h < shape_.num_kv_heads; ++h) {
-                jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1 - left_out, left_out});
+                jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1, summarised});
                 jobs_.back().own_begin = jobs_.back().span_begin;
                 work_ += count * (jobs_.back().span_end - jobs_.back().span_begin);
             }
@@ -109,7 +109,8 @@ void AttentionPlan::make_jobs(int64_t window) {
 // Memory for a job's partials, so that several items can compute them; false when there is none left.
 bool AttentionPlan::keep_partials(Job* job) {
     if (job->partials >= 0) return true;
-    const int64_t floats = (job->span_end - job->span_begin) * line_up(partial_floats(job->rows));
+    const int64_t count = job->span_end - job->span_begin + (job->summarised ? 1 : 0);
+    const int64_t floats = count * line_up(partial_floats(job->rows));
     if (partials_size_ + floats > kMaxPartialFloats) return false;
     job->partials = partials_size_;
     partials_size_ += floats;
@@ -188,7 +189,7 @@ void AttentionPlan::divide_work(int64_t window) {
 int64_t AttentionPlan::scratch_floats() const {
     const int64_t rows = max_rows_, d = shape_.head_dim;
     return line_up(rows * d) + line_up(rows * kScoreStride) + line_up(kPanel * d) + line_up(kValueKeys * d) +
-           (batch_.history_window > 0 ? 3 : 2) * line_up(partial_floats(max_rows_));
+           (2 + (batch_.history_window > 0) + (batch_.budget > 0)) * line_up(partial_floats(max_rows_));
 }
 
 int64_t AttentionPlan::keys_read() const {
@@ -261,7 +262,6 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     // A row sees its window's keys [first, position], in compact form those before `stored`.
     int64_t first[kTileRows], stored[kTileRows], position[kTileRows], last = 0, last_compact = 0;
     int64_t groups[kTileRows];  // that it reads as summaries
-    bool summarised = false;
     for (int64_t part = 0, row = 0; part < item->parts; ++part) {
         const Job& job = jobs_[size_t(parts[part])];
         const Sequence& seq = batch_.seqs[size_t(job.seq)];
@@ -272,7 +272,6 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             first[row] = layer.window > 0 ? std::max<int64_t>(0, position[row] - layer.window + 1) : 0;
             groups[row] = summaries_ ? batch_.groups_at(position[row]) : 0;
             first[row] = std::max(first[row], batch_.first_kept(groups[row]));
-            summarised = summarised || groups[row] > 0;
             stored[row] = std::max(first[row], batch_.compact_blocks(position[row]) * shape_.block_size);
             last = std::max(last, position[row]);
             last_compact = std::max(last_compact, stored[row]);
@@ -307,6 +306,12 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
         compact.value = layer.compact.value + lead.kv_head * records * value_layout(d, layer.compact.value_bits).bytes;
         compact.value_bits = layer.compact.value_bits;
     }
+    float* summaries = nullptr;
+    if (lead.summarised && item->span_begin == lead.span_begin) {
+        const int64_t behind = (lead.span_end - lead.span_begin) * line_up(partial_floats(rows));
+        summaries = alone ? take(partial_floats(rows)) : partials + lead.partials + behind;
+        item->keys_read += run_summaries(lead, groups, compact, summaries);
+    }
     // The keys that rows see of those from their own `from` to before their own `to` + more; false if there are none.
     const auto see = [&](int64_t base, const int64_t* from, const int64_t* to, int64_t more) {
         int lowest = kSpan, highest = 0;
@@ -322,9 +327,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     };
     bool asked = false, compact_asked = false;  // somebody has asked for the span's K
     for (int64_t span = item->span_begin; span < item->span_end; ++span) {
-        const int64_t base = (span == 0 ? 0 : span + lead.left_out) * kSpan;
-        // The span behind this one is read next.
-        const bool more = span + 1 < item->span_end && (span > 0 || lead.left_out == 0);
+        const int64_t base = span * kSpan;
+        const bool more = span + 1 < item->span_end;
         const bool some = has_compact && see(base, first, stored, 0);
         if (some) {
             compact.blocks = batch_.compact.data() + lead_seq.first_compact + (base >> block_shift_);
@@ -338,18 +342,11 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             task.blocks = batch_.blocks.data() + lead_seq.first_block + (base >> block_shift_);
             task.cold = !asked;
             task.next_keys = more ? int(std::min<int64_t>(kSpan, last + 1 - base - kSpan)) : 0;
-            asked = rest && more;
+            asked = rest;
             isa_.span(task);
         }
         if (some && rest) isa_.merge(rows, d, task.m, task.l, task.acc, compact.m, compact.l, compact.acc);
         const SpanTask& result = some ? compact : task;
-        if (span == 0 && summarised) {
-            // Rows that read summaries see nothing else of the first span.
-            SpanTask pseudo = compact;
-            const SpanTask& unused = some ? task : compact;
-            pseudo.m = unused.m, pseudo.l = unused.l, pseudo.acc = unused.acc;
-            item->keys_read += run_summaries(lead, groups, pseudo, result);
-        }
         if (alone) {
             isa_.merge(rows, d, result.m, result.l, result.acc, total, total + rows, total + 2 * rows);
             continue;
@@ -365,7 +362,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             row += job.rows;
         }
     }
-    if (alone) finish(layer, lead, total, total + rows, total + 2 * rows);
+    if (alone) finish(layer, lead, total, summaries);
 }
 
 // Whoever computed the last of a job's partials merges them.
@@ -382,12 +379,17 @@ void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* pa
             isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
                        m + 2 * job.rows);
         }
-        finish(layer, job, m, m + job.rows, m + 2 * job.rows);
+        finish(layer, job, m, m + (job.span_end - job.span_begin) * stride);
     }
 }
 
-void AttentionPlan::finish(const LayerArgs& layer, const Job& job, const float* m, const float* l,
-                           const float* acc) const {
+// `spans` is what the partials of its spans give together, `summaries` that of the summaries, where it has them.
+void AttentionPlan::finish(const LayerArgs& layer, const Job& job, float* spans, float* summaries) const {
+    const float *m = spans, *l = m + job.rows, *acc = l + job.rows;
+    if (job.summarised) {
+        isa_.merge(job.rows, shape_.head_dim, m, l, acc, summaries, summaries + job.rows, summaries + 2 * job.rows);
+        m = summaries, l = m + job.rows, acc = l + job.rows;
+    }
     for (int r = 0; r < job.rows; ++r) {
         const int64_t index = row_index(job, r);
         isa_.divide(acc + int64_t(r) * shape_.head_dim, l[r], shape_.head_dim, layer.out + index * shape_.head_dim);

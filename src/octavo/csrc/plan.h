@@ -64,7 +64,8 @@ public:
 
 private:
     // Rows row0 .. row0 + rows - 1 of a sequence's (token, head of the group) pairs, one KV head. Its
-    // partials are merged in the order of position, whoever computed them.
+    // partials are merged in the order of position, whoever computed them; then that of the summaries with what they
+    // give together.
     struct Job {
         int64_t seq;
         int kv_head;
@@ -72,9 +73,7 @@ private:
         int rows;
         int64_t span_begin;
         int64_t span_end;
-        // Absolute spans that are left out behind the first, as all rows read summaries in their place: the others
-        // have numbers that are less by so many.
-        int64_t left_out = 0;
+        bool summarised = false;  // some of its rows read summaries: their partial is kept behind those of the spans
         int64_t partials = -1;  // where its partials lie, when it is not one item alone
         int64_t own_begin = 0;  // while work is divided: the first span that no item has yet
     };
@@ -96,8 +95,8 @@ private:
     bool keep_partials(Job* job);
     void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials);
     void complete(const LayerArgs& layer, const Item& item, float* partials);
-    void finish(const LayerArgs& layer, const Job& job, const float* m, const float* l, const float* acc) const;
-    int64_t run_summaries(const Job& job, const int64_t* groups, SpanTask task, const SpanTask& result);
+    void finish(const LayerArgs& layer, const Job& job, float* spans, float* summaries) const;
+    int64_t run_summaries(const Job& job, const int64_t* groups, SpanTask task, float* partial);
     int64_t row_index(const Job& job, int row) const;
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;

@@ -2,21 +2,27 @@
 //
 // Its keys have an order of their own: block 0, read in compact form, and the summaries, oldest first. What a row reads is
 // a function of its position, so rows of one tile may read different ones; they are computed apart. 256 keys give a
-// partial, as in any span, and a row's partials are merged in order: so they too do not depend on chunks or batch.
+// partial, as in any span, and a row's are merged in order; then the partials of its spans, which are merged with one
+// another first, are merged into that. So the result depends on the row alone here too.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "plan.h"
 
 namespace octavo {
 
-// Merges the partials of summaries into those of `result`, where rows with groups[row] > 0 have nothing yet. `task` has
-// the layer's compact history, and other memory for its own results. Gives the keys that were read.
-int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, SpanTask task, const SpanTask& result) {
+// Gives rows with groups[row] > 0 the partial of their summaries, and others an empty one: m, l and acc one after the
+// other. `task` has the layer's compact history, and memory of its own for the partials of 256 keys each. Returns how
+// many keys were read.
+int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, SpanTask task, float* partial) {
     constexpr int kSpanBlocks = kSpan / kGroupBlocks;
     const Sequence& seq = batch_.seqs[size_t(job.seq)];
     int64_t keys_read = 0;
     int32_t lo[kTileRows] = {}, hi[kTileRows];
+    float *m = partial, *l = m + job.rows, *acc = l + job.rows;
+    std::fill(m, l, -std::numeric_limits<float>::infinity());
+    std::fill(l, partial + partial_floats(job.rows), 0.0f);
     task.lo = lo;
     task.hi = hi;
     for (int begin = 0, end = 0; begin < job.rows; begin = end) {
@@ -31,7 +37,7 @@ int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, Span
             task.cold = block == 0;
             task.next_keys = std::clamp((read.count - block - kSpanBlocks) * kGroupBlocks, 0, kSpan);
             isa_.span(task);
-            isa_.merge(job.rows, shape_.head_dim, task.m, task.l, task.acc, result.m, result.l, result.acc);
+            isa_.merge(job.rows, shape_.head_dim, task.m, task.l, task.acc, m, l, acc);
             for (int r = begin; r < end && !mass_.empty(); ++r) {
                 // The weights lie where the scores were. Block 0 is no summary.
                 double sum = 0.0;

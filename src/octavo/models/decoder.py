@@ -55,18 +55,17 @@ class Decoder(nn.Module):
 
         Every position must be below ``config.max_position_embeddings``.
         """
-        step = Step(batch, kv_cache, attention, attention.plan(batch))
+        turns = [
+            self._tables[rope].turns() if rope is not None and batch.turns_keys else None
+            for rope in self._ropes
+        ]
+        step = Step(batch, kv_cache, attention, attention.plan(batch), turns)
         x = F.embedding(batch.token_ids, self.embed_tokens)
         if self.config.embedding_scale != 1.0:
             x *= self.config.embedding_scale
         if self.embed_positions is not None:
             x += F.embedding(batch.positions, self.embed_positions)
         rotations = {rope: table.at(batch.positions) for rope, table in self._tables.items()}
-        if batch.turns_keys:
-            rotations = {
-                rope: rotation._replace(turns=self._tables[rope].turns())
-                for rope, rotation in rotations.items()
-            }
         for layer, rope in zip(self.layers, self._ropes, strict=True):
             x = layer(x, step, None if rope is None else rotations[rope])
         return x

@@ -48,12 +48,16 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers of one step share; ``plan`` is the attention backend's."""
+    """What all layers of one step share; ``plan`` is the attention backend's.
+
+    ``turns`` of each layer are those of ``octavo.kernels.compact.summarise``.
+    """
 
     batch: ForwardBatch
     kv_cache: KVCache
     attention: AttentionBackend
     plan: Any
+    turns: list[torch.Tensor | None]
 
 
 def parameter(*shape: int, device: str) -> nn.Parameter:
@@ -160,7 +164,7 @@ class Attention(nn.Module):
             self.window,
             step.kv_cache.layer_planes(self.layer),
             step.kv_cache.layer_compact(self.layer),
-            None if rotation is None else rotation.turns,
+            step.turns[self.layer],
         )
         out = step.attention.run(qk[:, : self.num_heads], kv, step.plan)
         projected: torch.Tensor = self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))

@@ -17,11 +17,10 @@ CHUNK = 1024
 
 class Rotation(NamedTuple):
     """Of each token of a step: ``cos`` and ``sin``, ``[num_tokens, 1, head_dim]``; the first half of ``sin``
-    is negated. ``turns`` are those of :func:`turns_to_centre`, None where keys are not turned."""
+    is negated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
-    turns: torch.Tensor | None = None
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
