@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import byteorder
@@ -36,9 +37,11 @@ def pack(token_ids: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def common_tokens(a: bytes, b: bytes) -> int:
+def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
     """Tokens that two packed sequences share at their start."""
     size = min(len(a), len(b))
+    if a == b:  # the rest is slow for long ones
+        return size // TOKEN_BYTES
     difference = int.from_bytes(a[:size], "big") ^ int.from_bytes(b[:size], "big")
     return (size - (difference.bit_length() + 7) // 8) // TOKEN_BYTES
 
@@ -51,17 +54,18 @@ class Node:
     both; ``NO_BLOCK`` stands for what it has not. Where a node has its compact form, so have all above it.
     ``users`` counts the chains through the node, so a node that nobody uses has only such nodes below it,
     and ``stored_users`` those that read it as stored. ``tokens`` are packed; a *tail* has fewer than
-    block_size of them, no digest and no children. ``guards`` and ``spare_key`` belong to
-    :class:`~octavo.cache.spare.Spare`.
+    block_size of them, an empty digest and no children. ``newest`` is the child that was added last and is no
+    tail, if it is still there. ``guards`` and ``spare_key`` belong to :class:`~octavo.cache.spare.Spare`.
     """
 
     serial: int
     block: int
     parent: Node | None
     tokens: bytes
-    digest: bytes | None
+    digest: bytes
     compact: int = NO_BLOCK
     num_children: int = 0
+    newest: Node | None = None
     users: int = 0
     stored_users: int = 0
     protected: bool = False
@@ -77,8 +81,30 @@ class Node:
         return child_key(self.parent, self.tokens)
 
 
-def child_key(parent: Node, tokens: bytes) -> bytes:
+def child_key(parent: Node, tokens: bytes | bytearray) -> bytes:
     return parent.serial.to_bytes(8, "big") + tokens
+
+
+def newest_below(node: Node, most: int) -> list[Node]:
+    """The way down that was added last, ``most`` nodes at most."""
+    way: list[Node] = []
+    for _ in range(most):
+        newest = node.newest
+        if newest is None:
+            break
+        way.append(newest)
+        node = newest
+    return way
+
+
+def num_used(nodes: Sequence[Node]) -> int:
+    """How many nodes of a path from a root have users: a node with one has only such nodes above it."""
+    return bisect_left(nodes, True, key=lambda node: node.users == 0)
+
+
+def num_with_compact(nodes: Sequence[Node]) -> int:
+    """How many nodes of a path from a root have a compact form: as with users, the first ones."""
+    return bisect_left(nodes, True, key=lambda node: node.compact == NO_BLOCK)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,35 +149,28 @@ class Chain:
 class Match:
     """What a chain can reuse: whole blocks, then the first ``tail_rows`` rows of ``tail``'s block.
 
-    The first ``num_compact`` of ``nodes`` are read in compact form. ``num_known`` blocks of the prefix are
+    The first ``num_compact`` of ``nodes`` are read in compact form. The blocks ``known`` of the prefix are
     cached in some form: where these are more than ``nodes``, what the next query reads as stored is gone.
     """
 
-    nodes: tuple[Node, ...] = ()
+    nodes: Sequence[Node] = ()
     tail: Node | None = None
     tail_rows: int = 0
     num_compact: int = 0
-    num_known: int = 0
+    known: Sequence[Node] = ()
 
 
-def readable(stored: Sequence[bool], compact: Sequence[bool], window_blocks: int | None) -> tuple[int, int]:
+def readable(stored: Sequence[bool], num_with_compact: int, window_blocks: int | None) -> tuple[int, int]:
     """How many blocks of a prefix can be reused, and how many of those are read in compact form.
 
-    ``stored`` and ``compact`` say which forms are there of each. The next query after block i reads those
-    before i - window_blocks in compact form, the others as stored; of the former, the last may be there as
-    stored alone and are made compact then. Looks at the window before the end first: there a prefix ends, but
-    for one that was given up.
+    ``stored`` says which are there as stored; the first ``num_with_compact`` are there in compact form. The
+    next query after block i reads those before i - window_blocks in compact form, the others as stored; of
+    the former, the last may be there as stored alone and are made compact then. Looks at the window before
+    the end first: there a prefix ends, but for one that was given up.
     """
-    compact_end = _run(compact)
-    # The last block that is not there as stored, before each length.
     for length in range(len(stored), 0, -1):
         old = 0 if window_blocks is None else max(0, length - window_blocks)
-        read_compact = min(compact_end, old)
+        read_compact = min(num_with_compact, old)
         if all(stored[read_compact:length]):
             return length, read_compact
     return 0, 0
-
-
-def _run(there: Sequence[bool]) -> int:
-    """How many are there before the first that is not."""
-    return there.index(False) if False in there else len(there)

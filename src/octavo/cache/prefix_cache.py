@@ -1,9 +1,10 @@
 """Which written blocks can serve another request that starts with the same tokens. Free of torch.
 
 The cache is a forest, one tree for each salt and attention policy. A node is a block whose rows are
-written; its place in the tree is the chain of blocks before it. Full blocks are found by their chain
-digest; the rest of a prefix, shorter than a block, by the sorted order of a node's children. The cache
-holds no reference counts of block tables (the pool does): it counts the chains that pass through a node.
+written; its place in the tree is the chain of blocks before it. Full blocks are found by their tokens and
+their place, and named by their chain digest; the rest of a prefix, shorter than a block, is found by the
+sorted order of a node's children. The cache holds no reference counts of block tables (the pool does): it
+counts the chains that pass through a node.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from octavo.cache.chain import (
     Node,
     child_key,
     common_tokens,
+    newest_below,
+    num_used,
+    num_with_compact,
     pack,
     readable,
     sha256,
@@ -30,10 +34,8 @@ from octavo.cache.unused_leaves import UnusedLeaves
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
-#: What the empty attention policy is called.
-DENSE = "attn_topk=0"
-#: A miss is explained by no more policies than this.
-MAX_POLICIES_LOOKED_AT = 4
+#: Nodes of a way down that are compared at once, at first and after a parting; then twice as many each time.
+FIRST_STRIDE = 16
 
 
 class Evicted(NamedTuple):
@@ -81,7 +83,8 @@ class PrefixCache:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._policies: dict[str, None] = {}
+        #: Attention policies that something was cached under, in the order of their first use.
+        self.policies: dict[str, None] = {}
         self._roots: dict[bytes, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
@@ -146,29 +149,45 @@ class PrefixCache:
         node = nodes[-1] if nodes else self._roots.get(chain.root_name)
         if node is None or not self.enabled:
             return Match()
-        stored, compact = ([n.block != NO_BLOCK for n in nodes], [n.compact != NO_BLOCK for n in nodes])
-        count, num_compact = readable(stored, compact, self.window_blocks)
+        count, num_compact = len(nodes), 0
+        if self.window_blocks is not None:  # else all are there as stored
+            stored = [n.block != NO_BLOCK for n in nodes]
+            count, num_compact = readable(stored, num_with_compact(nodes), self.window_blocks)
         if count < len(nodes):
-            return Match(tuple(nodes[:count]), num_compact=num_compact, num_known=len(nodes))
+            return Match(nodes[:count], num_compact=num_compact, known=nodes)
         start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
         end = min(start + self.block_size, limit)
         wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
         tail, rows = self._longest_common(node, wanted)
-        return Match(tuple(nodes), tail, rows, num_compact, len(nodes))
+        return Match(nodes, tail, rows, num_compact, nodes)
 
     def known(self, chain: Chain) -> list[Node]:
-        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it."""
+        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it.
+
+        The way that was added last is tried first, many blocks at once; so what is cached costs neither
+        look-ups nor hashes, but where ways part. Compares no more in vain than it finds, but for a few.
+        """
         node, nodes = self._roots.get(chain.root_name), list[Node]()
         if node is None or not self.enabled:
             return nodes
+        size, stride = self._block_bytes, FIRST_STRIDE
         # The last token is always computed: its hidden state gives the next one.
-        for digest in self.digests(chain)[: (chain.num_tokens - 1) // self.block_size]:
-            child = self._by_digest.get(digest)
-            start = len(nodes) * self._block_bytes
-            if child is None or not self._is(child, node, chain.packed[start : start + self._block_bytes]):
-                break
-            nodes.append(child)
-            node = child
+        num_blocks = (chain.num_tokens - 1) // self.block_size
+        while len(nodes) < num_blocks:
+            way, start = newest_below(node, min(stride, num_blocks - len(nodes))), len(nodes) * size
+            tokens = b"".join([n.tokens for n in way])
+            same = common_tokens(tokens, chain.packed[start : start + len(tokens)]) // self.block_size
+            nodes += way[:same]
+            stride *= 2
+            if same < len(way) or not way:
+                node, start = nodes[-1] if nodes else node, len(nodes) * size
+                child = self._by_key.get(child_key(node, chain.packed[start : start + size]))
+                if child is None:
+                    break
+                nodes.append(child)
+                stride = FIRST_STRIDE
+            node = nodes[-1]
+        chain.digests += [n.digest for n in nodes[len(chain.digests) :]]
         return nodes
 
     @staticmethod
@@ -191,16 +210,36 @@ class PrefixCache:
     def commit(self, chain: Chain, match: Match, *, hit: bool) -> None:
         """Use what was matched. ``hit`` False (a resume) protects nothing."""
         self._clock += 1
-        for index, node in enumerate(match.nodes):
-            self._use(node)
-            if index >= match.num_compact:
-                self._use_stored(node)
-            if hit:
-                self._leaves.protect(node)
-        chain.path, chain.num_compact = list(match.nodes), match.num_compact
+        clock, nodes = self._clock, match.nodes
+        stored, compact = self.num_idle(nodes, match.num_compact)
+        self.num_evictable -= stored
+        self.num_evictable_compact -= compact
+        if nodes:
+            self._leaves.remove(nodes[-1])  # what is above it is no leaf
+        for node in nodes[: match.num_compact]:
+            node.users += 1
+            node.last_used = clock
+        for node in nodes[match.num_compact :]:
+            node.users += 1
+            node.stored_users += 1
+            node.last_used = clock
+        self._spare.update(*nodes[match.num_compact :])
+        if hit:
+            self._leaves.protect(nodes)
+        chain.path, chain.num_compact = list(nodes), match.num_compact
         if match.tail is not None:
             # Copied, not used; and not protected either: one common token is no proof of worth.
             self._touch(match.tail)
+
+    def num_idle(self, nodes: Sequence[Node], num_compact: int) -> tuple[int, int]:
+        """How many blocks of a path that is read in compact form up to ``num_compact`` count as evictable:
+        as stored, and compact."""
+        used = num_used(nodes)
+        if self.window_blocks is None:  # whoever uses a block reads it as stored
+            stored = len(nodes) - used
+        else:
+            stored = sum(node.stored_users == 0 for node in nodes[num_compact:])
+        return stored, max(0, num_with_compact(nodes) - used)
 
     def _use(self, node: Node) -> None:
         if node.users == 0:
@@ -225,53 +264,6 @@ class PrefixCache:
         node.last_used = self._clock
         if queued:
             self._enqueue(node)
-
-    def explain(self, chain: Chain, match: Match, num_loaded: int = 0) -> str:
-        """Why the prefix stopped matching, with the first token that is computed. One salt only.
-
-        ``num_loaded`` tokens after the match come from disk.
-
-        Cached rows of another attention policy are no match, which is said.
-        """
-        if not self.enabled:
-            return "prefix caching is off"
-        first = len(match.nodes) * self.block_size + match.tail_rows + num_loaded
-        if chain.num_tokens == 1:
-            return "the prompt is one token (0), which is always computed"
-        if first == chain.num_tokens - 1:
-            return f"the whole prompt is cached; its last token ({first}) is always computed"
-        other = self._policy_with_more(chain, first)
-        if other is not None:
-            return (
-                f"token {first} is the first computed: what is cached from there on was computed with "
-                f"{other or DENSE}, this request has {chain.policy or DENSE}, and the two share nothing"
-            )
-        known = match.num_known * self.block_size
-        if match.num_known > len(match.nodes) and not num_loaded:
-            return (
-                f"token {first} is the first computed: {known} tokens of the prefix are cached, but what "
-                "is read of their end as stored was given up"
-            )
-        if first == 0:
-            return "no cached block starts with this prefix: token 0 is the first computed"
-        if num_loaded:
-            return f"nothing whole on disk continues this prefix: token {first} is the first computed"
-        if match.tail is not None:
-            ended = match.tail_rows * TOKEN_BYTES == len(match.tail.tokens)
-        else:
-            ended = match.nodes[-1].num_children == 0
-        if ended:
-            return f"nothing cached continues this prefix: token {first} is the first computed"
-        return f"token {first} differs from what is cached"
-
-    def _policy_with_more(self, chain: Chain, rows: int) -> str | None:
-        """Another attention policy under which more of these tokens are cached, of the last few in use."""
-        for policy in list(self._policies)[-MAX_POLICIES_LOOKED_AT:]:
-            if policy != chain.policy:
-                match = self.match(Chain(chain.salt, chain.packed, policy))
-                if len(match.nodes) * self.block_size + match.tail_rows > rows:
-                    return policy
-        return None
 
     # ---- registering what was written
 
@@ -353,19 +345,23 @@ class PrefixCache:
             tokens = bytes(chain.packed[start : start + tail_rows * TOKEN_BYTES])
             above = self._children.at_or_above(child_key(parent, tokens))
             if above is None or not above.startswith(child_key(parent, tokens)):
-                tail = self._insert(parent, tokens, tail_block, None)
+                tail = self._insert(parent, tokens, tail_block, b"")
                 tail.last_used = self._clock
                 self._enqueue(tail)
-        # Leaf first: a parent is queued only once nothing hangs below it.
-        for index in range(len(chain.path) - 1, -1, -1):
-            node = chain.path[index]
+        clock, nodes = self._clock, chain.path
+        for node in nodes[: chain.num_compact]:
             node.users -= 1
-            node.last_used = self._clock
-            if index >= chain.num_compact:
-                self._leave_stored(node)
-            if node.users == 0:
-                self.num_evictable_compact += node.compact != NO_BLOCK
-                self._enqueue(node)
+            node.last_used = clock
+        for node in nodes[chain.num_compact :]:
+            node.users -= 1
+            node.stored_users -= 1
+            node.last_used = clock
+        self._spare.update(*nodes[chain.num_compact :])
+        stored, compact = self.num_idle(nodes, chain.num_compact)
+        self.num_evictable += stored
+        self.num_evictable_compact += compact
+        if nodes:
+            self._enqueue(nodes[-1])  # a parent is queued only once nothing hangs below it
         chain.path, chain.num_compact = [], 0
         chain.broken = not self.enabled
 
@@ -374,12 +370,12 @@ class PrefixCache:
         root = self._roots.get(name)
         if root is None:
             self._serial += 1
-            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, None)
-            self._policies[chain.policy] = None
+            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, b"")
+            self.policies[chain.policy] = None
         return root
 
     def _insert(
-        self, parent: Node, tokens: bytes, block: int, digest: bytes | None, compact: int = NO_BLOCK
+        self, parent: Node, tokens: bytes, block: int, digest: bytes, compact: int = NO_BLOCK
     ) -> Node:
         """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
@@ -400,8 +396,8 @@ class PrefixCache:
         if compact != NO_BLOCK:
             self._by_compact[compact] = node
             self.num_evictable_compact += 1
-        if digest is not None:
-            self._by_digest[digest] = node
+        if len(tokens) == self._block_bytes:
+            self._by_digest[digest] = parent.newest = node
         parent.num_children += 1
         self._spare.children_changed(parent, parent.num_children - 1)
         self._spare.added(node)
@@ -459,8 +455,10 @@ class PrefixCache:
         if node.compact != NO_BLOCK:
             del self._by_compact[node.compact]
             self.num_evictable_compact -= 1
-        if node.digest is not None:
+        if len(node.tokens) == self._block_bytes:
             del self._by_digest[node.digest]
+        if parent.newest is node:
+            parent.newest = None
         parent.num_children -= 1
         self._spare.children_changed(parent, parent.num_children + 1)
         self._enqueue(parent)
@@ -500,18 +498,19 @@ class PrefixCache:
             if parent.parent is not None:
                 assert len(parent.tokens) == self._block_bytes, "a tail has a child"
                 assert node.compact == NO_BLOCK or parent.compact != NO_BLOCK, "compact below stored only"
-            assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
-            assert node.digest is None or self._by_digest[node.digest] is node
+            assert len(node.tokens) < self._block_bytes or self._by_digest[node.digest] is node
         children = Counter(node.parent.serial for node in nodes if node.parent is not None)
         for parent in [*nodes, *self._roots.values()]:
             assert parent.num_children == children[parent.serial]
             assert parent.parent is not None or parent.num_children, "an empty tree is kept"
+            assert parent.newest is None or parent.newest.parent is parent
+            assert parent.newest is None or self._by_digest[parent.newest.digest] is parent.newest
         by_compact = self._by_compact.values()
         assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
         assert self.num_evictable_compact == sum(node.users == 0 for node in by_compact)
         assert list(self._children) == sorted(self._by_key)
         assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
         assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
-        assert len(self._by_digest) == sum(node.digest is not None for node in nodes)
+        assert len(self._by_digest) == sum(len(node.tokens) == self._block_bytes for node in nodes)
         self._leaves.check_invariants(nodes)
         self._spare.check_invariants(nodes)

@@ -35,10 +35,13 @@ class Spare:
         """The node that loses least without its stored form. Raises IndexError when there is none."""
         return self._nodes[self._order.first()[2]]
 
-    def update(self, node: Node) -> None:
-        """To be called when a node's forms, stored users or guards have changed."""
-        if self._window is None:
-            return
+    def update(self, *nodes: Node) -> None:
+        """To be called when the forms, stored users or guards of nodes have changed."""
+        if self._window is not None:
+            for node in nodes:
+                self._update(node)
+
+    def _update(self, node: Node) -> None:
         is_spare = node.block != NO_BLOCK and node.compact != NO_BLOCK and node.stored_users == 0
         key = (int(node.guards > 0), node.last_used, node.serial) if is_spare else None
         if key == node.spare_key:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.chain import NO_BLOCK, Match
+from octavo.cache.chain import NO_BLOCK, Match, num_with_compact
 from octavo.cache.prefix_cache import Evicted, PrefixCache
 from octavo.engine.disk_prefix import LoadedRows
 from octavo.engine.step import BlockCopy, BlockLoad
@@ -163,13 +163,12 @@ class Blocks:
     def start(self, entry: Entry, match: Match, *, hit: bool) -> None:
         """Give the request what was matched, but for a tail."""
         request, count = entry.request, match.num_compact
-        request.block_table = array("i", [NO_BLOCK]) * count
-        request.block_table.extend([node.block for node in match.nodes[count:]])
-        request.compact_table = array("i", [node.compact for node in match.nodes[:count]])
-        for block in request.block_table[count:]:
-            self.stored.share(block)
-        for block in request.compact_table:
-            self.compact.share(block)
+        stored = [node.block for node in match.nodes[count:]]
+        compact = [node.compact for node in match.nodes[:count]]
+        self.stored.share(*stored)
+        self.compact.share(*compact)
+        request.block_table = array("i", [NO_BLOCK]) * count + array("i", stored)
+        request.compact_table = array("i", compact)
         self.cache.commit(entry.chain, match, hit=hit)
         entry.num_written, entry.num_compacted = len(match.nodes) * self._size, count
         entry.chain.num_compact_at_start = count
@@ -240,11 +239,14 @@ class Blocks:
         """Take all blocks of a request back; what is written stays cached."""
         request, full = entry.request, len(entry.chain.path)
         table, rows = request.block_table, entry.num_written - full * self._size
-        has_tail = rows > 0 and not entry.chain.broken
+        has_tail, full_compact = rows > 0 and not entry.chain.broken, entry.chain.num_compact
         self.cache.release(entry.chain, table[full] if has_tail else None, rows)
-        for block in table[entry.num_compacted :]:
+        # What the chain was made of is cached; of the blocks behind it, its tail at most.
+        self.stored.release(*table[entry.num_compacted : full], keep=True)
+        for block in table[max(entry.num_compacted, full) :]:
             self.stored.release(block, keep=self.cache.holds(block))
-        for block in request.compact_table:
+        self.compact.release(*request.compact_table[:full_compact], keep=True)
+        for block in request.compact_table[full_compact:]:
             self.compact.release(block, keep=self.cache.holds_compact(block))
         request.block_table, request.compact_table = empty_table(), empty_table()
         entry.num_written = entry.num_compacted = 0
@@ -282,15 +284,12 @@ class Blocks:
         """Blocks that a waiting request takes for its tokens, beside what was matched."""
         needed = -(-entry.request.num_tokens // self._size) - match.num_compact
         shared = len(match.nodes) - match.num_compact
-        there = sum(node.compact != NO_BLOCK for node in match.nodes)
-        compact = self.num_compact(entry.request.num_tokens - 1) - there
+        compact = self.num_compact(entry.request.num_tokens - 1) - num_with_compact(match.nodes)
         return Room(min(needed, self._peak) - shared, max(0, compact))
 
     def available(self, match: Match) -> Room:
         """Blocks that can be taken while what was matched is kept."""
-        read_as_stored = match.nodes[match.num_compact :]
-        stored = sum(node.stored_users == 0 for node in read_as_stored)
-        compact = sum(node.users == 0 and node.compact != NO_BLOCK for node in match.nodes)
+        stored, compact = self.cache.num_idle(match.nodes, match.num_compact)
         return Room(
             self.stored.num_free + self.cache.num_evictable - stored,
             self.compact.num_free + self.cache.num_evictable_compact - compact,

@@ -39,8 +39,10 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
     Whole blocks only, and less than all of the chain's tokens. Views live until the disk's ``end_reading``.
     """
     digests = cache.digests(chain)[: (chain.num_tokens - 1) // cache.block_size]
+    if len(match.nodes) == len(match.known) and not _any_form(disk, digests[len(match.known) :][:1]):
+        return DiskPrefix(match, [])
     while True:
-        sources = _sources(digests, cache.known(chain), disk, cache.window_blocks)
+        sources = _sources(digests, match.known, disk, cache.window_blocks)
         if sources is None or sources.num_blocks * cache.block_size <= _num_tokens(match, cache.block_size):
             return DiskPrefix(match, [])
         loads: list[LoadedRows] = []
@@ -51,11 +53,15 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
                 break
             loads.append(LoadedRows(rows, compact))
         else:
-            nodes = tuple(cache.known(chain)[: sources.in_memory])
+            nodes = match.known[: sources.in_memory]
             num_compact = min(sources.num_compact, len(nodes))
-            return DiskPrefix(Match(nodes, num_compact=num_compact, num_known=match.num_known), loads)
+            return DiskPrefix(Match(nodes, num_compact=num_compact, known=match.known), loads)
         # Damaged, or not there yet or any more: what is before it may still be read.
         digests = digests[:index]
+
+
+def _any_form(disk: DiskCache, digests: Sequence[bytes]) -> bool:
+    return any(disk.can_fetch(d, compact=False) or disk.can_fetch(d, compact=True) for d in digests)
 
 
 def _num_tokens(match: Match, block_size: int) -> int:
@@ -74,7 +80,8 @@ def _sources(
             compact.append(any(_has(n, compact=True) for n in known) or disk.can_fetch(digest, compact=True))
             if not (stored[-1] or compact[-1]):
                 break
-        count, num_compact = readable(stored, compact, window_blocks)
+        first_without = compact.index(False) if False in compact else len(compact)
+        count, num_compact = readable(stored, first_without, window_blocks)
         # From the first block that memory has not as it is read, all must come from disk.
         first = count
         for index in range(count):
