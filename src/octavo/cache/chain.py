@@ -52,10 +52,11 @@ class Node:
 
     A node has the block as stored, ``block``, or its compact form, the block ``compact`` of another pool, or
     both; ``NO_BLOCK`` stands for what it has not. Where a node has its compact form, so have all above it.
-    ``users`` counts the chains through the node, so a node that nobody uses has only such nodes below it,
-    and ``stored_users`` those that read it as stored. ``tokens`` are packed; a *tail* has fewer than
-    block_size of them, an empty digest and no children. ``newest`` is the child that was added last and is no
-    tail, if it is still there. ``guards`` and ``spare_key`` belong to :class:`~octavo.cache.spare.Spare`.
+    ``stored_users`` counts the chains through the node that read it as stored, ``compact_users`` those that
+    read its compact form; so a node without ``users`` has only such nodes below it. ``tokens`` are packed; a
+    *tail* has fewer than block_size of them, an empty digest and no children. ``newest`` is the child that
+    was added last and is no tail, if it is still there. ``guards`` and ``spare_key`` belong to
+    :class:`~octavo.cache.spare.Spare`.
     """
 
     serial: int
@@ -66,13 +67,18 @@ class Node:
     compact: int = NO_BLOCK
     num_children: int = 0
     newest: Node | None = None
-    users: int = 0
     stored_users: int = 0
+    compact_users: int = 0
     protected: bool = False
     last_used: int = 0
     queue_key: tuple[int, int] | None = None
     guards: int = 0
     spare_key: tuple[int, int, int] | None = None
+
+    @property
+    def users(self) -> int:
+        """Chains through the node."""
+        return self.stored_users + self.compact_users
 
     @property
     def key(self) -> bytes:

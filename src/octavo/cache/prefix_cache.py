@@ -177,7 +177,7 @@ class PrefixCache:
             way, start = newest_below(node, min(stride, num_blocks - len(nodes))), len(nodes) * size
             tokens = b"".join([n.tokens for n in way])
             same = common_tokens(tokens, chain.packed[start : start + len(tokens)]) // self.block_size
-            nodes += way[:same]
+            nodes += way if same == len(way) else way[:same]
             stride *= 2
             if same < len(way) or not way:
                 node, start = nodes[-1] if nodes else node, len(nodes) * size
@@ -217,13 +217,12 @@ class PrefixCache:
         if nodes:
             self._leaves.remove(nodes[-1])  # what is above it is no leaf
         for node in nodes[: match.num_compact]:
-            node.users += 1
+            node.compact_users += 1
             node.last_used = clock
         for node in nodes[match.num_compact :]:
-            node.users += 1
             node.stored_users += 1
             node.last_used = clock
-        self._spare.update(*nodes[match.num_compact :])
+        self._spare.update(nodes[match.num_compact :])
         if hit:
             self._leaves.protect(nodes)
         chain.path, chain.num_compact = list(nodes), match.num_compact
@@ -241,22 +240,16 @@ class PrefixCache:
             stored = sum(node.stored_users == 0 for node in nodes[num_compact:])
         return stored, max(0, num_with_compact(nodes) - used)
 
-    def _use(self, node: Node) -> None:
+    def _before_use(self, node: Node) -> None:
         if node.users == 0:
             self.num_evictable_compact -= node.compact != NO_BLOCK
             self._leaves.remove(node)
-        node.users += 1
         node.last_used = self._clock
 
     def _use_stored(self, node: Node) -> None:
         self.num_evictable -= node.stored_users == 0
         node.stored_users += 1
-        self._spare.update(node)
-
-    def _leave_stored(self, node: Node) -> None:
-        node.stored_users -= 1
-        self.num_evictable += node.stored_users == 0
-        self._spare.update(node)
+        self._spare.update([node])
 
     def _touch(self, node: Node) -> None:
         queued = node.queue_key is not None
@@ -292,6 +285,7 @@ class PrefixCache:
             return compact
         if node.compact == NO_BLOCK:
             self._set_compact(node, compact)
+        node.compact_users += 1
         chain.num_compact += 1
         return node.compact
 
@@ -309,7 +303,7 @@ class PrefixCache:
             self._drop_childless_root(parent)
             return None
         self._clock += 1
-        self._use(node)
+        self._before_use(node)
         chain.path.append(node)
         return node
 
@@ -324,13 +318,16 @@ class PrefixCache:
         if node.compact == NO_BLOCK:
             self._set_compact(node, compact)
         chain.num_compact += 1
-        self._leave_stored(node)
+        node.stored_users -= 1
+        node.compact_users += 1
+        self.num_evictable += node.stored_users == 0
+        self._spare.update([node])
         return node.compact
 
     def _set_compact(self, node: Node, compact: int) -> None:
         node.compact = compact
         self._by_compact[compact] = node
-        self._spare.update(node)
+        self._spare.update([node])
 
     def release(self, chain: Chain, tail_block: int | None, tail_rows: int) -> None:
         """End the chain's use of its nodes; cache its last, partly filled block as a tail.
@@ -350,13 +347,12 @@ class PrefixCache:
                 self._enqueue(tail)
         clock, nodes = self._clock, chain.path
         for node in nodes[: chain.num_compact]:
-            node.users -= 1
+            node.compact_users -= 1
             node.last_used = clock
         for node in nodes[chain.num_compact :]:
-            node.users -= 1
             node.stored_users -= 1
             node.last_used = clock
-        self._spare.update(*nodes[chain.num_compact :])
+        self._spare.update(nodes[chain.num_compact :])
         stored, compact = self.num_idle(nodes, chain.num_compact)
         self.num_evictable += stored
         self.num_evictable_compact += compact
@@ -418,7 +414,7 @@ class PrefixCache:
             del self._by_block[node.block]
             node.block = NO_BLOCK
             self.num_evictable -= 1
-            self._spare.update(node)
+            self._spare.update([node])
         elif len(self._leaves):
             node = self._leaves.first()
             evicted = Evicted(node.block, node.compact)

@@ -7,6 +7,8 @@ where two continuations part. Such a node *guards* itself and the blocks of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from octavo.cache.chain import NO_BLOCK, Node
 from octavo.cache.sorted_keys import SortedKeys
 
@@ -35,7 +37,7 @@ class Spare:
         """The node that loses least without its stored form. Raises IndexError when there is none."""
         return self._nodes[self._order.first()[2]]
 
-    def update(self, *nodes: Node) -> None:
+    def update(self, nodes: Iterable[Node]) -> None:
         """To be called when the forms, stored users or guards of nodes have changed."""
         if self._window is not None:
             for node in nodes:
@@ -85,7 +87,7 @@ class Spare:
                 return
             at.guards += change
             if (at.guards > 0) != (at.guards - change > 0):
-                self.update(at)
+                self._update(at)
             at = at.parent
 
     def check_invariants(self, nodes: list[Node]) -> None:
