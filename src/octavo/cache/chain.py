@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from sys import byteorder
 
@@ -166,17 +166,22 @@ class Match:
     known: Sequence[Node] = ()
 
 
-def readable(stored: Sequence[bool], num_with_compact: int, window_blocks: int | None) -> tuple[int, int]:
+def readable(
+    num_blocks: int, is_stored: Callable[[int], bool], num_with_compact: int, window_blocks: int | None
+) -> tuple[int, int]:
     """How many blocks of a prefix can be reused, and how many of those are read in compact form.
 
-    ``stored`` says which are there as stored; the first ``num_with_compact`` are there in compact form. The
-    next query after block i reads those before i - window_blocks in compact form, the others as stored; of
-    the former, the last may be there as stored alone and are made compact then. Looks at the window before
-    the end first: there a prefix ends, but for one that was given up.
+    ``is_stored`` says which are there as stored; the first ``num_with_compact`` are there in compact form.
+    The next query after block i reads those before i - window_blocks in compact form, the others as stored;
+    of the former, the last may be there as stored alone and are made compact then. Looks at the window
+    before the end first: there a prefix ends, but for one that was given up.
     """
-    for length in range(len(stored), 0, -1):
+    length = num_blocks
+    while length > 0:
         old = 0 if window_blocks is None else max(0, length - window_blocks)
         read_compact = min(num_with_compact, old)
-        if all(stored[read_compact:length]):
+        missing = next((i for i in range(length - 1, read_compact - 1, -1) if not is_stored(i)), None)
+        if missing is None:
             return length, read_compact
+        length = missing  # a shorter prefix that has it reads it as stored, too
     return 0, 0

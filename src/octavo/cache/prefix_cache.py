@@ -151,8 +151,9 @@ class PrefixCache:
             return Match()
         count, num_compact = len(nodes), 0
         if self.window_blocks is not None:  # else all are there as stored
-            stored = [n.block != NO_BLOCK for n in nodes]
-            count, num_compact = readable(stored, num_with_compact(nodes), self.window_blocks)
+            count, num_compact = readable(
+                count, lambda i: nodes[i].block != NO_BLOCK, num_with_compact(nodes), self.window_blocks
+            )
         if count < len(nodes):
             return Match(nodes[:count], num_compact=num_compact, known=nodes)
         start, limit = len(nodes) * self.block_size, chain.num_tokens - 1

@@ -81,7 +81,7 @@ def _sources(
             if not (stored[-1] or compact[-1]):
                 break
         first_without = compact.index(False) if False in compact else len(compact)
-        count, num_compact = readable(stored, first_without, window_blocks)
+        count, num_compact = readable(len(stored), stored.__getitem__, first_without, window_blocks)
         # From the first block that memory has not as it is read, all must come from disk.
         first = count
         for index in range(count):
