@@ -305,8 +305,9 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and output tokens, a new list."""
-        return self.prompt_token_ids + self.output_token_ids
+        """Prompt and output tokens; not to be changed, since it may be the prompt's own list."""
+        prompt, output = self.prompt_token_ids, self.output_token_ids
+        return prompt + output if output else prompt
 
     @property
     def finished(self) -> bool:

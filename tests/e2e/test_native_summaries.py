@@ -12,13 +12,13 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache, PlaneSet
 from octavo.kernels.api import AttentionSpec, num_compact_blocks
-from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_groups
+from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_summarised
 from octavo.models.decoder import Decoder
 from octavo.models.native import NativeDecoder
 
 from .test_native_decoder import CONFIGS, POOLS, fill, ids_of, native
 
-WINDOW, BUDGET, LENGTH = 16, 272, 1700  # 6 groups are summarised in the end
+WINDOW, BUDGET, LENGTH = 16, 272, 1700  # 89 blocks are summarised in the end
 MODELS = {
     name: dataclasses.replace(CONFIGS[name], max_position_embeddings=2048)
     for name in ("llama", "gemma3", "gpt2", "rope-factors")
@@ -59,9 +59,9 @@ class Dialogue:
         compact = range(self.compact, num_compact_blocks(last, WINDOW, 16))
         self.compact = max(self.compact, compact.stop)
         operations, rows = [], []
-        first, groups = (num_groups(p // 16, BUDGET // 16) for p in (start, last))
-        for count in range(max(1, first), groups + 1):
-            for level, unit in reversed(layout(count)):
+        first, number = (num_summarised(p // 16, BUDGET // 16) for p in (start, last))
+        for count in range(max(1, first), number + 1):
+            for level, unit in layout(count):
                 if (level, unit) not in self.made:
                     sources = (
                         [self.made[level - 1, FAN * unit + i] for i in range(FAN)] + [-1] * (GROUP - FAN)
@@ -121,9 +121,9 @@ def test_equals_the_torch_decoder(name: str, mean: Literal["centre", "plain"]) -
     assert (got - want).abs().max() < 0.1
     mass, other_mass = torch.cat(dialogue.mass), torch.cat(other.mass)
     torch.testing.assert_close(mass, other_mass, atol=0.01, rtol=0)
-    groups = torch.tensor([num_groups(p // 16, BUDGET // 16) for p in range(LENGTH)])
-    assert not mass[groups == 0].any()
-    assert (mass[groups > 0] > 0).all()
+    number = torch.tensor([num_summarised(p // 16, BUDGET // 16) for p in range(LENGTH)])
+    assert not mass[number == 0].any()
+    assert (mass[number > 0] > 0).all()
 
 
 @pytest.mark.parametrize("name", MODELS)

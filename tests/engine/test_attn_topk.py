@@ -13,6 +13,7 @@ from octavo import attn_rule
 from octavo.attention.backend import AttentionBackend
 from octavo.attn_rule import AttnRule
 from octavo.batch import ForwardBatch
+from octavo.cache.explain import explain
 from octavo.cache.kv_cache import KVCache, PlaneSet, bytes_per_block
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.cli import options
@@ -186,12 +187,12 @@ def test_policies_share_nothing_and_the_miss_reason_says_so() -> None:
         assert match.nodes == ()
         assert match.tail is None
         assert not set(cache.digests(other)) & set(cache.digests(same))
-        reason = cache.explain(other, match)
+        reason = explain(cache, other, match)
         assert "attn_topk=8" in reason
         assert (policy or "attn_topk=0") in reason
     # Nothing is said of what other salts hold.
     stranger = cache.chain(tokens, "other", "attn_topk=4")
-    assert "attn_topk" not in cache.explain(stranger, cache.match(stranger))
+    assert "attn_topk" not in explain(cache, stranger, cache.match(stranger))
 
 
 def test_no_pair_of_salt_and_policy_has_the_name_of_another() -> None:

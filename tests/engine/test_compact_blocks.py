@@ -25,7 +25,7 @@ def longest_lawful_hit(model: FakeModel, tokens: list[int], most: int) -> int:
         if digest not in cache._by_digest:
             break
         nodes.append(cache._by_digest[digest])
-    tails = [n for n in cache._by_key.values() if n.digest is None]
+    tails = [n for n in cache._by_key.values() if not n.digest]
     best = 0
     for length in range(1, most + 1):
         whole, rows = divmod(length, SIZE)

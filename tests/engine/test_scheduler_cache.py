@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 from fake_model import FakeModel, add, build, make_request, prompt_of, tokens_of
 
@@ -31,6 +34,36 @@ def test_p04_the_next_turn_reuses_prompt_and_reply() -> None:
     model.run()
     # All but the last sampled token, which was never computed.
     assert following.num_cached_tokens == len(history) - 1 == 29
+
+
+def _python_calls_of_a_turn(length: int, **shape: int) -> int:
+    """Calls of Python functions in the scheduler, for a turn after a history of so many cached tokens."""
+    scheduler = build(block_size=16, num_blocks=600, budget=9000, max_model_len=9000, **shape).scheduler
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    history = prompt_of(length)
+    for question in ([], prompt_of(48)):
+        request, calls = make_request(history + question, max_tokens=20), 0
+        before = sys.getprofile()
+        sys.setprofile(count)
+        scheduler.add(request)
+        while scheduler.has_unfinished():
+            output = scheduler.schedule()
+            scheduler.update(output, {request.id: 1})
+        sys.setprofile(before)
+    assert request.num_cached_tokens == length
+    return calls
+
+
+@pytest.mark.parametrize("shape", [{}, {"num_compact": 600, "window": 512}])
+def test_no_python_function_is_called_for_each_block_of_a_history(shape: dict[str, int]) -> None:
+    short, long = (_python_calls_of_a_turn(length, **shape) for length in (2048, 8192))
+    # A bisection calls a function twice more for a path four times as long.
+    assert abs(long - short) <= 40
 
 
 def test_p03_p09_salts_and_reasons() -> None:

@@ -309,12 +309,12 @@ def test_the_books_agree_with_summaries() -> None:
 
 
 def _forget_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockPool, "share", lambda self, block: None)
+    monkeypatch.setattr(BlockPool, "share", lambda self, *blocks: None)
 
 
 def _free_a_cached_block(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockPool.release
-    monkeypatch.setattr(BlockPool, "release", lambda self, block, keep: original(self, block, keep=False))
+    monkeypatch.setattr(BlockPool, "release", lambda self, *blocks, keep: original(self, *blocks, keep=False))
 
 
 def _match_before_written(monkeypatch: pytest.MonkeyPatch) -> None:

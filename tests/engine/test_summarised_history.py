@@ -17,7 +17,7 @@ from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine.build import LoadedModel, assemble, build_engine, load
 from octavo.engine.engine import Engine
 from octavo.engine.resources import pool_shape
-from octavo.kernels.history_layout import GROUP, first_kept, layout, num_groups
+from octavo.kernels.history_layout import GROUP, first_kept, layout, num_summarised
 from octavo.request import RequestOutput, SamplingParams
 from octavo.weights.load import open_checkpoint
 
@@ -114,7 +114,7 @@ def test_a_request_in_any_company_gets_what_it_gets_alone(
     for request_id, (tokens, count) in asked.items():
         expected = cold(loaded, tokens, count, **options)
         assert last[request_id].outputs == expected.outputs
-        reads = num_groups((len(tokens) + count - 2) // SIZE, BUDGET // SIZE) > 0
+        reads = num_summarised((len(tokens) + count - 2) // SIZE, BUDGET // SIZE) > 0
         assert (expected.history is not None) == reads
 
 
@@ -136,7 +136,7 @@ def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(load
         assert hits[1107].num_cached_tokens == 0, "nothing was evicted"
     else:
         assert hits[1107].num_cached_tokens >= 1100, "the end of a turn keeps what its next query reads"
-        assert hits[1107].num_summarised_tokens == num_groups(1107 // SIZE, BUDGET // SIZE) * GROUP * SIZE
+        assert hits[1107].num_summarised_tokens == num_summarised(1107 // SIZE, BUDGET // SIZE) * SIZE
         assert len({hit.num_cached_tokens for hit in hits.values()}) > 3
 
 
@@ -169,8 +169,7 @@ def test_the_next_turn_is_read_from_disk_with_its_summaries_and_answers_as_cold(
         assert output.outputs == cold(loaded, turn, 12).outputs
         sealed = (len(talk) + 20) // SIZE  # the last token sampled is never computed
         assert output.num_disk_tokens == output.num_cached_tokens == sealed * SIZE
-        groups = num_groups(sealed, BUDGET // SIZE)
-        assert output.num_summarised_tokens == groups * GROUP * SIZE
+        assert output.num_summarised_tokens == num_summarised(sealed, BUDGET // SIZE) * SIZE
     assert after.disk_stats is not None
     assert after.disk_stats.damaged == 0
 
@@ -221,14 +220,14 @@ def test_what_a_conversation_holds_and_what_is_made_of_it_stay_bounded(loaded) -
         most = max(most, engine.scheduler_stats.used_compact_blocks)
         computed = engine.metrics.computed_tokens
         assert len(made) <= computed / (GROUP * SIZE) * 4 / 3 + 1, "not O(1) a token"
-    groups = num_groups(3898 // SIZE, BUDGET // SIZE)
+    summarised = num_summarised(3898 // SIZE, BUDGET // SIZE)
     assert most <= shape.compact_needed(3900) < shape.compact_blocks(3900)
-    assert made.count(0) == groups
-    assert len(layout(groups)) <= 4 * (max(made) + 1)
+    assert made.count(0) == -(-summarised // GROUP)
+    assert len(layout(summarised)) <= 4 * (max(made) + 1) + 1
     assert max(made) >= 1
     # What a conversation four times as long would need beyond this is a level.
     assert shape.compact_needed(4 * 3900) - shape.compact_needed(3900) <= 6
-    assert first_kept(groups) * SIZE >= 3898 - BUDGET - SIZE
+    assert first_kept(summarised) * SIZE >= 3898 - BUDGET - SIZE
 
 
 def test_the_report_tells_how_much_mass_fell_on_summaries(loaded) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from octavo.kernels import api, compact, reference
-from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_groups
+from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_summarised
 from octavo.kernels.native import ThreadPool
 
 
@@ -60,11 +60,11 @@ class Case:
             return 0
         return api.num_compact_blocks(position, self.history_window, self.block_size)
 
-    def groups(self, position: int) -> int:
-        """That a query at this position reads as summaries."""
+    def summarised(self, position: int) -> int:
+        """Blocks that a query at this position reads as summaries."""
         if self.history_budget is None:
             return 0
-        return num_groups(position // self.block_size, self.history_budget // self.block_size)
+        return num_summarised(position // self.block_size, self.history_budget // self.block_size)
 
     def tokens(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(self.seed * 1000 + s)
@@ -158,11 +158,11 @@ def with_summaries(
     table = meta.compact_table.clone()
     tables, unread = [], []
     for s, (q_len, n) in enumerate(case.seqs):
-        first, last = case.groups(n - q_len) if q_len else 0, case.groups(n - 1) if q_len else 0
+        first, last = (case.summarised(p) if q_len else 0 for p in (n - q_len, n - 1))
         made: dict[tuple[int, int], int] = {}
         operations = []
-        for groups in range(1, last + 1):
-            for level, unit in reversed(layout(groups)):  # children first
+        for number in range(1, last + 1):
+            for level, unit in layout(number):
                 if (level, unit) in made:
                     continue
                 start = 1 + GROUP * unit
@@ -175,7 +175,7 @@ def with_summaries(
                 operations.append([made[level, unit], level, *sources])
         if operations:
             compact.summarise(kv, torch.tensor(operations, dtype=torch.int32), turns, pool(1))
-        read = {unit for groups in range(max(1, first), last + 1) for unit in layout(groups)}
+        read = {unit for number in range(max(1, first), last + 1) for unit in layout(number)}
         tables.append([(*unit, made[unit]) for unit in sorted(read)])
         gone = table[s, 1 : max(1, first_kept(first))]
         unread += [block for unit, block in made.items() if unit not in read] + gone.tolist()

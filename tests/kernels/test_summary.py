@@ -61,17 +61,17 @@ def test_summaries_are_read() -> None:
         out, _ = run("fused", paged)
         paged.kv.compact.value[block] = kept
         spoilt = out.flatten(1).isnan().any(1)
-        assert spoilt.tolist() == [(level, unit) in layout(case.groups(p)) for p in range(300, 700)]
+        assert spoilt.tolist() == [(level, unit) in layout(case.summarised(p)) for p in range(300, 700)]
         assert spoilt.any()
 
 
-@pytest.mark.parametrize("groups", [0, 1, 4, 5, 20, 84, 340, 341])
+@pytest.mark.parametrize("number", [0, 1, 7, 16, 64, 80, 85, 320, 1344, 5440, 5456, 5460])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_long_history(groups: int, bits: int) -> None:
+def test_a_long_history(number: int, bits: int) -> None:
     """Only what is read is there: block 0, summaries, the budget's blocks. 340 groups have 16 summaries."""
-    position = BUDGET + 256 * groups + 7  # in the last block with so many groups
+    position = BUDGET + 16 * number + 7  # in the block with so many summarised
     case = BASE.with_(seqs=((3, position + 1),), value_bits=bits, num_heads=4)
-    assert case.groups(position) == groups
+    assert case.summarised(position) == number
     paged = only_what_is_read(case)
     native = fused.plan(paged.meta, case.spec, pool(1))
     out, lse = fused.attend(paged.q, paged.kv, native)
@@ -79,8 +79,9 @@ def test_a_long_history(groups: int, bits: int) -> None:
     assert want.isfinite().all()
     torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
-    kept = first_kept(groups) * 16
-    keys = position + 1 if groups == 0 else 16 * (1 + len(layout(groups))) + position + 1 - kept
+    kept = first_kept(number) * 16
+    entries = 16 * (1 + len(layout(number))) - (-number) % 16
+    keys = position + 1 if number == 0 else entries + position + 1 - kept
     assert native.native.keys_read == keys * case.num_kv_heads
     for threads in (2, 16):
         again = fused.attend(paged.q, paged.kv, fused.plan(paged.meta, case.spec, pool(threads)))
@@ -89,12 +90,12 @@ def test_a_long_history(groups: int, bits: int) -> None:
 
 def only_what_is_read(case: Case) -> Paged:
     """A step of one sequence, whose queries lie in one block: random blocks, and NaN in all others."""
-    (q_len, n), groups = case.seqs[0], case.groups(case.seqs[0][1] - 1)
-    assert case.groups(n - q_len) == groups
+    (q_len, n), number = case.seqs[0], case.summarised(case.seqs[0][1] - 1)
+    assert case.summarised(n - q_len) == number
     g = torch.Generator().manual_seed(n)
-    kept, num_compact, num_blocks = first_kept(groups), case.compact_blocks(n - 1), -(-n // 16)
+    kept, num_compact, num_blocks = first_kept(number), case.compact_blocks(n - 1), -(-n // 16)
     needed = [0, *range(max(1, kept), num_compact)]
-    units = layout(groups)
+    units = layout(number)
     free = (torch.randperm(len(needed) + len(units) + 40, generator=g) + 1).tolist()
     stored = list(range(case.compact_blocks(n - q_len), num_blocks))
     shape = (len(stored) + len(free) + 1, case.num_kv_heads, 16, case.head_dim)
@@ -188,8 +189,8 @@ def test_within_the_budget_nothing_changes() -> None:
     want = results(case.with_(history_budget=None))
     got = results(case)
     last = BUDGET + 16
-    assert case.groups(last - 1) == 0
-    assert case.groups(last) == 1
+    assert case.summarised(last - 1) == 0
+    assert case.summarised(last) == 1
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[:last], b[:last])
         assert not (a[last:] == b[last:]).flatten(1).all(1).any()
@@ -224,7 +225,7 @@ def test_equal_tokens_give_the_same_as_compact_blocks() -> None:
     """Where a summary's tokens are equal the logarithm of their number is exact. 6 groups: levels 1, 0, 0."""
     n = 1 + 16 * (6 * 16 + 20)
     case = BASE.with_(seqs=((1, n),))
-    assert layout(case.groups(n - 1)) == [(1, 0), (0, 4), (0, 5)]
+    assert layout(case.summarised(n - 1)) == [(1, 0), (0, 4), (0, 5)]
     q, k, v = case.tokens(0)
     for x in (k, v):
         for start, stop in ((1, 65), (65, 81), (81, 97)):
@@ -285,7 +286,7 @@ def test_a_step_names_what_is_missing() -> None:
     paged = build(case)
     table = paged.meta.summary_table
     assert table is not None
-    assert layout(case.groups(1699)) == [(1, 0), (0, 4), (0, 5)]
+    assert layout(case.summarised(1699)) == [(1, 0), (0, 4), (0, 5)]
 
     def plan(meta: api.AttentionMeta, spec: api.AttentionSpec = case.spec) -> fused.Plan:
         return fused.plan(meta, spec, pool(1))

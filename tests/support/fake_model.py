@@ -69,11 +69,11 @@ class FakeModel:
             first = max(0, position - window) // size  # blocks that lie wholly before position - window
             assert first == sum((block + 1) * size <= position - window for block in range(position))
         seen: list[int | None] = []
-        groups = self.shape.groups(position)
+        summarised = self.shape.summarised(position)
         for block in range(-(-end // size)):
-            if 1 <= block < first_kept(groups):
+            if 1 <= block < first_kept(summarised):
                 if block == 1:
-                    seen += self._summarised(request, groups)
+                    seen += self._summarised(request, summarised)
                 continue
             as_stored = block >= first
             table = request.block_table if as_stored else request.compact_table
@@ -81,15 +81,17 @@ class FakeModel:
             seen += (self.rows if as_stored else self.compact)[table[block]]
         return seen[:end]
 
-    def _summarised(self, request: Request, groups: int) -> list[int | None]:
-        """The rows that the summaries of so many groups stand for."""
+    def _summarised(self, request: Request, summarised: int) -> list[int | None]:
+        """The rows that the summaries of so many blocks stand for."""
         rows: list[int | None] = []
-        for level, unit in layout(groups):
+        for level, unit in layout(summarised):
             entries = self.compact[request.summaries[level, unit]]
             assert len(entries) == GROUP
             assert all(isinstance(entry, tuple) for entry in entries), "no summary"
             assert {len(entry) for entry in entries} == {self.block_size * FAN**level}
             rows += itertools.chain.from_iterable(entries)
+        # Of the last group only a part may be summarised, and its other blocks are read.
+        del rows[summarised * self.block_size :]
         return rows
 
     def forward(self, output: SchedulerOutput) -> dict[int, int]:

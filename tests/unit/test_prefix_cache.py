@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from octavo.cache.chain import Chain, Match, sha256
+from octavo.cache.chain import Chain, Match, Node, sha256
+from octavo.cache.explain import explain
 from octavo.cache.prefix_cache import PrefixCache
 
 
@@ -141,7 +142,7 @@ def test_p03_salts_share_nothing() -> None:
     for salt in ("", "b", "aa"):
         assert hit(cache, tokens, salt=salt) == 0
         chain = cache.chain(tokens, salt)
-        assert cache.explain(chain, cache.match(chain)).startswith("no cached block starts with this prefix")
+        assert explain(cache, chain, cache.match(chain)).startswith("no cached block starts with this prefix")
 
 
 @pytest.mark.parametrize("other", [("g", ""), ("f", "x"), ("", "f"), ("ff", "")])
@@ -172,6 +173,50 @@ def test_hashing_is_incremental() -> None:
         cache.digests(chain)
     assert len(calls) == 13
     assert max(calls) < 64
+
+
+def test_what_is_cached_is_not_hashed_again() -> None:
+    calls = []
+
+    def counting(data: bytes) -> bytes:
+        calls.append(data)
+        return sha256(data)
+
+    cache, cold = make(hash_function=counting), make()
+    serve(cache, list(range(400)))
+    calls.clear()
+    chain = cache.chain(list(range(404)), "")
+    cache.match(chain)
+    assert not calls
+    assert cache.digests(chain) == cold.digests(cold.chain(list(range(404)), ""))
+    assert len(calls) == 1, "the one block that is new"
+
+
+@pytest.mark.parametrize("value", [None, b"constant"])
+def test_the_way_down_is_found_wherever_ways_part(value: bytes | None) -> None:
+    rng = random.Random(3)
+    cache = make(block_size=2, num_blocks=9000, hash_function=sha256 if value is None else lambda data: value)
+    prompts: list[list[int]] = [[]]
+    found = 0
+    for _ in range(120):
+        stem = rng.choice(prompts)
+        prompts.append([*stem[: rng.randrange(len(stem) + 1)], *(rng.randrange(2) for _ in range(90))])
+        serve(cache, prompts[-1])
+        for _ in range(rng.randrange(30)):
+            cache.evict()  # the ways that were added last are not always there
+        wanted = [*rng.choice(prompts)[: rng.randrange(91)], 0, 1, 0]
+        chain, path = cache.chain(wanted, ""), list[Node]()
+        nodes = {(node.parent, node.tokens): node for node in cache._by_key.values()}
+        node = cache._roots.get(chain.root_name)
+        for start in range(0, (len(wanted) - 1) // 2 * 8, 8):
+            node = nodes.get((node, bytes(chain.packed[start : start + 8])))
+            if node is None:
+                break
+            path.append(node)
+        assert cache.known(chain) == path
+        found = max(found, len(path))
+    assert cache.num_evictions > 100
+    assert found > (40 if value is None else 0)
 
 
 def test_p04_what_is_generated_is_found_again() -> None:
@@ -324,7 +369,7 @@ def test_disabled_keeps_and_matches_nothing() -> None:
     assert cache.match(chain) == Match()
     cache.release(chain, 0, 3)
     assert len(cache) == 0
-    assert cache.explain(chain, Match()) == "prefix caching is off"
+    assert explain(cache, chain, Match()) == "prefix caching is off"
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 1.5, None])
@@ -357,4 +402,4 @@ def test_p09_the_reason_names_the_first_token_that_is_computed() -> None:
     }
     for tokens, reason in reasons.items():
         chain = cache.chain(list(tokens), "")
-        assert cache.explain(chain, cache.match(chain)) == reason
+        assert explain(cache, chain, cache.match(chain)) == reason

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Block ids, reference counts and the free list; every operation is O(1).
+    """Block ids, reference counts and the free list; every operation is O(1) a block.
 
     A block is in one of three states: *free* (on the free list), *used* (in one block table or
     more: its reference count is the number of them) or *kept* (in no block table, but its rows
@@ -46,23 +46,28 @@ class BlockPool:
         self.refs[block] = 1
         return block
 
-    def share(self, block: int) -> None:
-        """Put a used or kept block into one more block table."""
-        if self.refs[block] == 0:
-            self._num_kept -= 1
-        self.refs[block] += 1
+    def share(self, *blocks: int) -> None:
+        """Put used or kept blocks into one more block table."""
+        refs = self.refs
+        for block in blocks:
+            before = refs[block]
+            refs[block] = before + 1
+            if before == 0:
+                self._num_kept -= 1
 
-    def release(self, block: int, *, keep: bool) -> None:
-        """Take a block out of one block table; out of the last one it is kept or becomes free."""
-        refs = self.refs[block] - 1
-        if refs < 0:
-            raise RuntimeError(f"block {block} is in no block table")
-        self.refs[block] = refs
-        if refs == 0:
-            if keep:
-                self._num_kept += 1
-            else:
-                self._free.append(block)
+    def release(self, *blocks: int, keep: bool) -> None:
+        """Take blocks out of one block table; those out of their last one are kept or become free."""
+        refs = self.refs
+        for block in blocks:
+            before = refs[block]
+            if before == 0:
+                raise RuntimeError(f"block {block} is in no block table")
+            refs[block] = before - 1
+            if before == 1:
+                if keep:
+                    self._num_kept += 1
+                else:
+                    self._free.append(block)
 
     def reclaim(self, block: int) -> None:
         """Turn a kept block into a free one."""

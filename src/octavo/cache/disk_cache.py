@@ -260,7 +260,7 @@ class DiskCache:
             node, parent = chain.path[index], compact_key(chain.digests[index])
             num_tokens = (index + 1) * self._block_size
             self._sealed.append(SealedBlock(key, parent, node.tokens, num_tokens, block, compact=True))
-        chain.num_saved_groups = chain.num_groups
+        chain.num_saved_summarised = chain.num_summarised
 
     def _strike(self, chain: Chain, end: int) -> None:
         """What is saved in compact form and was left by the window is not kept as stored any more, where no
@@ -274,7 +274,7 @@ class DiskCache:
     def leave(self, chain: Chain) -> None:
         """A request gives up its chain: what found no room in the queue is not saved."""
         self._left += len(chain.path) - chain.num_saved
-        chain.num_saved = chain.num_saved_compact = chain.num_struck = chain.num_saved_groups = 0
+        chain.num_saved = chain.num_saved_compact = chain.num_struck = chain.num_saved_summarised = 0
 
     def take_sealed(self) -> list[SealedBlock]:
         """What was noted since the last call; to be handed in before a block of them is given out again."""

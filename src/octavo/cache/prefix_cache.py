@@ -1,9 +1,10 @@
 """Which written blocks can serve another request that starts with the same tokens. Free of torch.
 
 The cache is a forest, one tree for each salt and attention policy. A node is a block whose rows are
-written; its place in the tree is the chain of blocks before it. Full blocks are found by their chain
-digest; the rest of a prefix, shorter than a block, by the sorted order of a node's children. The cache
-holds no reference counts of block tables (the pool does): it counts the chains that pass through a node.
+written; its place in the tree is the chain of blocks before it. Full blocks are found by their tokens and
+their place, and named by their chain digest; the rest of a prefix, shorter than a block, is found by the
+sorted order of a node's children. The cache holds no reference counts of block tables (the pool does): it
+counts the chains that pass through a node.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from octavo.cache.chain import (
     Chain,
     Match,
     Node,
+    Reach,
     child_key,
     common_tokens,
+    newest_below,
+    num_used,
+    num_with_compact,
     pack,
     readable,
+    run_ends,
     sha256,
 )
 from octavo.cache.sorted_keys import SortedKeys
@@ -32,10 +38,8 @@ from octavo.kernels.history_layout import first_kept, last_block, layout
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
-#: What the empty attention policy is called.
-DENSE = "attn_topk=0"
-#: A miss is explained by no more policies than this.
-MAX_POLICIES_LOOKED_AT = 4
+#: Nodes of a way down that are compared at once, at first and after a parting; then twice as many each time.
+FIRST_STRIDE = 16
 
 
 class Evicted(NamedTuple):
@@ -87,7 +91,8 @@ class PrefixCache:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._policies: dict[str, None] = {}
+        #: Attention policies that something was cached under, in the order of their first use.
+        self.policies: dict[str, None] = {}
         self._roots: dict[bytes, Node] = {}
         self._by_digest: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
@@ -153,34 +158,63 @@ class PrefixCache:
         node = nodes[-1] if nodes else self._roots.get(chain.root_name)
         if node is None or not self.enabled:
             return Match()
-        stored, compact = ([n.block != NO_BLOCK for n in nodes], [n.compact != NO_BLOCK for n in nodes])
-
-        def has_layout(groups: int) -> bool:
-            return all(self.has_summary(nodes, level, unit) for level, unit in layout(groups))
-
-        reach = readable(stored, compact, self.window_blocks, self.budget_blocks, has_layout)
-        count, num_compact, groups = reach
+        count, num_compact, summarised = self._reach(nodes)
         if count < len(nodes):
-            return Match(tuple(nodes[:count]), None, 0, num_compact, len(nodes), groups)
+            return Match(nodes[:count], None, 0, num_compact, nodes, summarised)
         start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
         end = min(start + self.block_size, limit)
         wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
         tail, rows = self._longest_common(node, wanted)
-        return Match(tuple(nodes), tail, rows, num_compact, len(nodes), groups)
+        return Match(nodes, tail, rows, num_compact, nodes, summarised)
+
+    def _reach(self, nodes: Sequence[Node]) -> Reach:
+        """How much of a path of nodes can be reused."""
+        if self.window_blocks is None:
+            return Reach(len(nodes), 0)  # all are there as stored
+
+        def is_stored(index: int) -> bool:
+            return nodes[index].block != NO_BLOCK
+
+        if self.budget_blocks is None:
+            end = num_with_compact(nodes)
+            return readable(len(nodes), is_stored, lambda start: end, self.window_blocks)
+        ends = run_ends([node.compact != NO_BLOCK for node in nodes])
+
+        def has_layout(count: int) -> bool:
+            there = (self.has_summary(nodes, level, unit) for level, unit in layout(count))
+            return ends[0] > 0 and all(there)
+
+        return readable(
+            len(nodes), is_stored, ends.__getitem__, self.window_blocks, self.budget_blocks, has_layout
+        )
 
     def known(self, chain: Chain) -> list[Node]:
-        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it."""
+        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it.
+
+        The way that was added last is tried first, many blocks at once; so what is cached costs neither
+        look-ups nor hashes, but where ways part. Compares no more in vain than it finds, but for a few.
+        """
         node, nodes = self._roots.get(chain.root_name), list[Node]()
         if node is None or not self.enabled:
             return nodes
+        size, stride = self._block_bytes, FIRST_STRIDE
         # The last token is always computed: its hidden state gives the next one.
-        for digest in self.digests(chain)[: (chain.num_tokens - 1) // self.block_size]:
-            child = self._by_digest.get(digest)
-            start = len(nodes) * self._block_bytes
-            if child is None or not self._is(child, node, chain.packed[start : start + self._block_bytes]):
-                break
-            nodes.append(child)
-            node = child
+        num_blocks = (chain.num_tokens - 1) // self.block_size
+        while len(nodes) < num_blocks:
+            way, start = newest_below(node, min(stride, num_blocks - len(nodes))), len(nodes) * size
+            tokens = b"".join([n.tokens for n in way])
+            same = common_tokens(tokens, chain.packed[start : start + len(tokens)]) // self.block_size
+            nodes += way if same == len(way) else way[:same]
+            stride *= 2
+            if same < len(way) or not way:
+                node, start = nodes[-1] if nodes else node, len(nodes) * size
+                child = self._by_key.get(child_key(node, chain.packed[start : start + size]))
+                if child is None:
+                    break
+                nodes.append(child)
+                stride = FIRST_STRIDE
+            node = nodes[-1]
+        chain.digests += [n.digest for n in nodes[len(chain.digests) :]]
         return nodes
 
     @staticmethod
@@ -203,44 +237,65 @@ class PrefixCache:
     def commit(self, chain: Chain, match: Match, *, hit: bool) -> None:
         """Use what was matched. ``hit`` False (a resume) protects nothing."""
         self._clock += 1
-        for index, node in enumerate(match.nodes):
-            self._use(node)
-            if index >= match.num_compact:
-                self._use_stored(node)
-            if hit:
-                self._leaves.protect(node)
-        chain.path, chain.num_compact = list(match.nodes), match.num_compact
-        self.summarised(chain, match.num_groups)
-        for level, unit in layout(match.num_groups):
-            self.use_summary(chain, level, unit)
+        clock, nodes = self._clock, match.nodes
+        stored, compact = self.num_idle(match)
+        self.num_evictable -= stored
+        self.num_evictable_compact -= compact
+        if nodes:
+            self._leaves.remove(nodes[-1])  # what is above it is no leaf
+        for node in nodes[: match.num_compact]:
+            node.compact_users += 1
+            node.last_used = clock
+        for node in nodes[match.num_compact :]:
+            node.stored_users += 1
+            node.last_used = clock
+        self._spare.update(nodes[match.num_compact :])
+        if hit:
+            self._leaves.protect(nodes)
+        chain.path, chain.num_compact = list(nodes), match.num_compact
+        if self.budget_blocks is not None:
+            self._commit_summaries(chain, match)
         if match.tail is not None:
             # Copied, not used; and not protected either: one common token is no proof of worth.
             self._touch(match.tail)
 
-    def _use(self, node: Node) -> None:
+    def _commit_summaries(self, chain: Chain, match: Match) -> None:
+        """What is read in summaries is not read in compact form."""
+        for node in match.nodes[1 : first_kept(match.num_summarised)]:
+            node.compact_users -= 1
+            node.summary_users += 1
+            node.was_summarised = True
+        for node in match.nodes:
+            self._summaries.update(node)
+        chain.num_summarised = match.num_summarised
+        for level, unit in layout(match.num_summarised):
+            self._summaries_used(self._summary_of(match.nodes, level, unit))
+
+    def num_idle(self, match: Match) -> tuple[int, int]:
+        """How many blocks that are read of a match count as evictable: as stored, and compact."""
+        nodes, num_compact = match.nodes, match.num_compact
+        if self.window_blocks is None:  # whoever uses a block reads it as stored
+            return len(nodes) - num_used(nodes), 0
+        stored = sum(node.stored_users == 0 for node in nodes[num_compact:])
+        if self.budget_blocks is None:
+            return stored, max(0, num_with_compact(nodes) - num_used(nodes))
+        compact = sum(node.is_idle and node.compact != NO_BLOCK for node in match.read)
+        return stored, compact
+
+    def _before_use(self, node: Node) -> None:
         if node.users == 0:
             self._leaves.remove(node)
-        self._change_users(node, 1, 0)
         node.last_used = self._clock
 
-    def _change_users(self, node: Node, users: int, summarised: int) -> None:
-        """So many chains more go through the node, and so many more read a summary in its place."""
-        was_idle = node.is_idle
-        node.users += users
-        node.num_summarised += summarised
-        if node.compact != NO_BLOCK:
-            self.num_evictable_compact += node.is_idle - was_idle
-            self._summaries.update(node)
+    def _before_read(self, node: Node) -> None:
+        """Before a chain that did not read a node, in whatever form, reads it."""
+        if node.is_idle and node.compact != NO_BLOCK:
+            self.num_evictable_compact -= 1
 
     def _use_stored(self, node: Node) -> None:
         self.num_evictable -= node.stored_users == 0
         node.stored_users += 1
-        self._spare.update(node)
-
-    def _leave_stored(self, node: Node) -> None:
-        node.stored_users -= 1
-        self.num_evictable += node.stored_users == 0
-        self._spare.update(node)
+        self._spare.update([node])
 
     def _touch(self, node: Node) -> None:
         queued = node.queue_key is not None
@@ -248,53 +303,6 @@ class PrefixCache:
         node.last_used = self._clock
         if queued:
             self._enqueue(node)
-
-    def explain(self, chain: Chain, match: Match, num_loaded: int = 0) -> str:
-        """Why the prefix stopped matching, with the first token that is computed. One salt only.
-
-        ``num_loaded`` tokens after the match come from disk.
-
-        Cached rows of another attention policy are no match, which is said.
-        """
-        if not self.enabled:
-            return "prefix caching is off"
-        first = len(match.nodes) * self.block_size + match.tail_rows + num_loaded
-        if chain.num_tokens == 1:
-            return "the prompt is one token (0), which is always computed"
-        if first == chain.num_tokens - 1:
-            return f"the whole prompt is cached; its last token ({first}) is always computed"
-        other = self._policy_with_more(chain, first)
-        if other is not None:
-            return (
-                f"token {first} is the first computed: what is cached from there on was computed with "
-                f"{other or DENSE}, this request has {chain.policy or DENSE}, and the two share nothing"
-            )
-        known = match.num_known * self.block_size
-        if match.num_known > len(match.nodes) and not num_loaded:
-            return (
-                f"token {first} is the first computed: {known} tokens of the prefix are cached, but what "
-                "is read of their end as stored was given up"
-            )
-        if first == 0:
-            return "no cached block starts with this prefix: token 0 is the first computed"
-        if num_loaded:
-            return f"nothing whole on disk continues this prefix: token {first} is the first computed"
-        if match.tail is not None:
-            ended = match.tail_rows * TOKEN_BYTES == len(match.tail.tokens)
-        else:
-            ended = match.nodes[-1].num_children == 0
-        if ended:
-            return f"nothing cached continues this prefix: token {first} is the first computed"
-        return f"token {first} differs from what is cached"
-
-    def _policy_with_more(self, chain: Chain, rows: int) -> str | None:
-        """Another attention policy under which more of these tokens are cached, of the last few in use."""
-        for policy in list(self._policies)[-MAX_POLICIES_LOOKED_AT:]:
-            if policy != chain.policy:
-                match = self.match(Chain(chain.salt, chain.packed, policy))
-                if len(match.nodes) * self.block_size + match.tail_rows > rows:
-                    return policy
-        return None
 
     # ---- registering what was written
 
@@ -313,7 +321,9 @@ class PrefixCache:
             node.block = block
             self._by_block[block] = node
             self.num_evictable += 1
+        self._before_read(node)
         self._use_stored(node)
+        self._summaries.update(node)
         return node.block
 
     def extend_compact(self, chain: Chain, compact: int) -> int:
@@ -321,8 +331,11 @@ class PrefixCache:
         node = self._extend(chain, NO_BLOCK, compact)
         if node is None:
             return compact
+        self._before_read(node)
+        node.compact_users += 1
         if node.compact == NO_BLOCK:
             self._set_compact(node, compact)
+        self._summaries.update(node)
         chain.num_compact += 1
         return node.compact
 
@@ -331,7 +344,8 @@ class PrefixCache:
         node = self._extend(chain, NO_BLOCK, NO_BLOCK)
         if node is not None:
             node.was_summarised = True
-            self._change_users(node, 0, 1)
+            node.summary_users += 1
+            self._summaries.update(node)
             chain.num_compact += 1
 
     def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
@@ -348,7 +362,7 @@ class PrefixCache:
             self._drop_childless_root(parent)
             return None
         self._clock += 1
-        self._use(node)
+        self._before_use(node)
         chain.path.append(node)
         return node
 
@@ -363,7 +377,10 @@ class PrefixCache:
         if node.compact == NO_BLOCK:
             self._set_compact(node, compact)
         chain.num_compact += 1
-        self._leave_stored(node)
+        node.stored_users -= 1
+        node.compact_users += 1
+        self.num_evictable += node.stored_users == 0
+        self._spare.update([node])
         return node.compact
 
     # ---- summaries
@@ -374,7 +391,7 @@ class PrefixCache:
 
     def num_idle_summaries(self, match: Match) -> int:
         """Of the summaries that are read of a match, those that nobody reads yet."""
-        found = (self._summary_of(match.nodes, level, unit) for level, unit in layout(match.num_groups))
+        found = (self._summary_of(match.nodes, level, unit) for level, unit in layout(match.num_summarised))
         return sum(summary is not None and summary.users == 0 for summary in found)
 
     def has_summary(self, nodes: Sequence[Node], level: int, unit: int) -> bool:
@@ -399,9 +416,13 @@ class PrefixCache:
                 return made
             found = self._summaries.add(chain.path[index], level, made)
             self.num_evictable_compact += 1
-        self.num_evictable_compact -= found.users == 0
-        self._summaries.use(found)
+        self._summaries_used(found)
         return found.block
+
+    def _summaries_used(self, found: Summary | None) -> None:
+        if found is not None:
+            self.num_evictable_compact -= found.users == 0
+            self._summaries.use(found)
 
     def leave_summary(self, chain: Chain, level: int, unit: int, *, superseded: bool) -> None:
         """The chain does not read a summary any more; ``superseded``: it reads one of the next level
@@ -411,19 +432,20 @@ class PrefixCache:
             self._summaries.leave(found, superseded=superseded)
             self.num_evictable_compact += found.users == 0
 
-    def summarised(self, chain: Chain, num_groups: int) -> None:
-        """The chain reads the blocks of its first ``num_groups`` groups in summaries from now on."""
-        for node in chain.path[max(1, first_kept(chain.num_groups)) : first_kept(num_groups)]:
+    def summarised(self, chain: Chain, count: int) -> None:
+        """The chain reads the ``count`` blocks behind its first in summaries from now on."""
+        for node in chain.path[max(1, first_kept(chain.num_summarised)) : first_kept(count)]:
             node.was_summarised = True
-            self._change_users(node, 0, 1)
-        chain.num_groups = num_groups
+            node.compact_users -= 1
+            node.summary_users += 1
+            self.num_evictable_compact += node.is_idle and node.compact != NO_BLOCK
+            self._summaries.update(node)
+        chain.num_summarised = count
 
     def _set_compact(self, node: Node, compact: int) -> None:
         node.compact = compact
         self._by_compact[compact] = node
-        self.num_evictable_compact += node.is_idle
-        self._summaries.update(node)
-        self._spare.update(node)
+        self._spare.update([node])
 
     def release(self, chain: Chain, tail_block: int | None, tail_rows: int) -> None:
         """End the chain's use of its nodes; cache its last, partly filled block as a tail.
@@ -438,19 +460,30 @@ class PrefixCache:
             tokens = bytes(chain.packed[start : start + tail_rows * TOKEN_BYTES])
             above = self._children.at_or_above(child_key(parent, tokens))
             if above is None or not above.startswith(child_key(parent, tokens)):
-                tail = self._insert(parent, tokens, tail_block, None)
+                tail = self._insert(parent, tokens, tail_block, b"")
                 tail.last_used = self._clock
                 self._enqueue(tail)
-        # Leaf first: a parent is queued only once nothing hangs below it.
-        for index in range(len(chain.path) - 1, -1, -1):
-            node = chain.path[index]
-            node.last_used = self._clock
-            self._change_users(node, -1, -(0 < index < first_kept(chain.num_groups)))
-            if index >= chain.num_compact:
-                self._leave_stored(node)
-            if node.users == 0:
-                self._enqueue(node)
-        chain.path, chain.num_compact, chain.num_groups = [], 0, 0
+        clock, nodes = self._clock, chain.path
+        ended = Match(nodes, num_compact=chain.num_compact, num_summarised=chain.num_summarised)
+        for node in nodes[1 : first_kept(chain.num_summarised)]:
+            node.summary_users -= 1
+            node.compact_users += 1
+        for node in nodes[: chain.num_compact]:
+            node.compact_users -= 1
+            node.last_used = clock
+        for node in nodes[chain.num_compact :]:
+            node.stored_users -= 1
+            node.last_used = clock
+        self._spare.update(nodes[chain.num_compact :])
+        stored, compact = self.num_idle(ended)
+        self.num_evictable += stored
+        self.num_evictable_compact += compact
+        if self.budget_blocks is not None:
+            for node in nodes:
+                self._summaries.update(node)
+        if nodes:
+            self._enqueue(nodes[-1])  # a parent is queued only once nothing hangs below it
+        chain.path, chain.num_compact, chain.num_summarised = [], 0, 0
         chain.broken = not self.enabled
 
     def _root(self, chain: Chain) -> Node:
@@ -458,12 +491,12 @@ class PrefixCache:
         root = self._roots.get(name)
         if root is None:
             self._serial += 1
-            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, None)
-            self._policies[chain.policy] = None
+            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, b"")
+            self.policies[chain.policy] = None
         return root
 
     def _insert(
-        self, parent: Node, tokens: bytes, block: int, digest: bytes | None, compact: int = NO_BLOCK
+        self, parent: Node, tokens: bytes, block: int, digest: bytes, compact: int = NO_BLOCK
     ) -> Node:
         """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
         self._serial += 1
@@ -484,8 +517,8 @@ class PrefixCache:
         if compact != NO_BLOCK:
             self._by_compact[compact] = node
             self.num_evictable_compact += 1
-        if digest is not None:
-            self._by_digest[digest] = node
+        if len(tokens) == self._block_bytes:
+            self._by_digest[digest] = parent.newest = node
         parent.num_children += 1
         self._spare.children_changed(parent, parent.num_children - 1)
         self._spare.added(node)
@@ -509,7 +542,7 @@ class PrefixCache:
             del self._by_block[node.block]
             node.block = NO_BLOCK
             self.num_evictable -= 1
-            self._spare.update(node)
+            self._spare.update([node])
         elif len(self._leaves):
             evicted = self._remove(self._leaves.first())
         else:
@@ -539,7 +572,7 @@ class PrefixCache:
         block, form.compact = form.compact, NO_BLOCK
         del self._by_compact[block]
         self._summaries.update(form)
-        self._spare.update(form)
+        self._spare.update([form])
         return block
 
     def _remove(self, node: Node) -> Evicted:
@@ -554,8 +587,10 @@ class PrefixCache:
         if node.block != NO_BLOCK:
             del self._by_block[node.block]
             self.num_evictable -= 1
-        if node.digest is not None:
+        if len(node.tokens) == self._block_bytes:
             del self._by_digest[node.digest]
+        if parent.newest is node:
+            parent.newest = None
         parent.num_children -= 1
         self._spare.children_changed(parent, parent.num_children + 1)
         self._enqueue(parent)
@@ -587,6 +622,7 @@ class PrefixCache:
         nodes = list(self._by_key.values())
         users: Counter[int] = Counter()
         stored_users: Counter[int] = Counter()
+        summary_users: Counter[int] = Counter()
         for chain in chains:
             parent = self._roots.get(chain.root_name)
             assert chain.num_compact <= len(chain.path)
@@ -594,7 +630,8 @@ class PrefixCache:
                 assert node.parent is parent, "a path skips a node"
                 users[node.serial] += 1
                 stored_users[node.serial] += index >= chain.num_compact
-                if not 0 < index < first_kept(chain.num_groups):
+                summary_users[node.serial] += 0 < index < first_kept(chain.num_summarised)
+                if not 0 < index < first_kept(chain.num_summarised):
                     assert (node.compact if index < chain.num_compact else node.block) != NO_BLOCK
                 parent = node
         for key, node in self._by_key.items():
@@ -605,6 +642,7 @@ class PrefixCache:
             assert node.compact == NO_BLOCK or self._by_compact[node.compact] is node
             assert node.users == users[node.serial], "users differ from the paths"
             assert node.stored_users == stored_users[node.serial], "stored users differ from the paths"
+            assert node.summary_users == summary_users[node.serial], "summary users differ from the paths"
             parent = node.parent
             assert parent is not None
             above = self._roots.get(parent.tokens) if parent.parent is None else self._by_key.get(parent.key)
@@ -613,12 +651,13 @@ class PrefixCache:
                 assert len(parent.tokens) == self._block_bytes, "a tail has a child"
                 gone = parent.compact == NO_BLOCK and not parent.was_summarised
                 assert node.compact == NO_BLOCK or not gone, "compact below stored only"
-            assert (node.digest is None) == (len(node.tokens) < self._block_bytes)
-            assert node.digest is None or self._by_digest[node.digest] is node
+            assert len(node.tokens) < self._block_bytes or self._by_digest[node.digest] is node
         children = Counter(node.parent.serial for node in nodes if node.parent is not None)
         for parent in [*nodes, *self._roots.values()]:
             assert parent.num_children == children[parent.serial]
             assert parent.parent is not None or parent.num_children, "an empty tree is kept"
+            assert parent.newest is None or parent.newest.parent is parent
+            assert parent.newest is None or self._by_digest[parent.newest.digest] is parent.newest
         by_compact = self._by_compact.values()
         assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
         idle = sum(node.is_idle for node in by_compact) + self._summaries.num_idle
@@ -626,7 +665,7 @@ class PrefixCache:
         assert list(self._children) == sorted(self._by_key)
         assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
         assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
-        assert len(self._by_digest) == sum(node.digest is not None for node in nodes)
+        assert len(self._by_digest) == sum(len(node.tokens) == self._block_bytes for node in nodes)
         self._leaves.check_invariants(nodes)
         self._spare.check_invariants(nodes)
         self._summaries.check_invariants(nodes)

@@ -7,6 +7,8 @@ where two continuations part. Such a node *guards* itself and the blocks of the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from octavo.cache.chain import NO_BLOCK, Node
 from octavo.cache.sorted_keys import SortedKeys
 
@@ -35,10 +37,13 @@ class Spare:
         """The node that loses least without its stored form. Raises IndexError when there is none."""
         return self._nodes[self._order.first()[2]]
 
-    def update(self, node: Node) -> None:
-        """To be called when a node's forms, stored users or guards have changed."""
-        if self._window is None:
-            return
+    def update(self, nodes: Iterable[Node]) -> None:
+        """To be called when the forms, stored users or guards of nodes have changed."""
+        if self._window is not None:
+            for node in nodes:
+                self._update(node)
+
+    def _update(self, node: Node) -> None:
         is_spare = node.block != NO_BLOCK and node.compact != NO_BLOCK and node.stored_users == 0
         key = (int(node.guards > 0), node.last_used, node.serial) if is_spare else None
         if key == node.spare_key:
@@ -82,7 +87,7 @@ class Spare:
                 return
             at.guards += change
             if (at.guards > 0) != (at.guards - change > 0):
-                self.update(at)
+                self._update(at)
             at = at.parent
 
     def check_invariants(self, nodes: list[Node]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from octavo.cache.chain import Node
 from octavo.cache.sorted_keys import SortedKeys
 
@@ -40,10 +43,15 @@ class UnusedLeaves:
             del self._nodes[node.serial]
             node.queue_key = None
 
-    def protect(self, node: Node) -> None:
-        """Of a node that is not here: it was hit."""
-        self.num_protected += not node.protected
-        node.protected = True
+    def protect(self, path: Sequence[Node]) -> None:
+        """Of a path from a root whose nodes are not here: they were hit.
+
+        Only leaves are unprotected, so above a protected node all are.
+        """
+        first = bisect_left(path, True, key=lambda node: not node.protected)
+        for node in path[first:]:
+            node.protected = True
+        self.num_protected += len(path) - first
 
     def unprotect(self, node: Node) -> None:
         """Of a node that is not here."""
@@ -66,5 +74,7 @@ class UnusedLeaves:
         for node in nodes:
             leaf = node.users == 0 and node.num_children == 0
             assert (node.queue_key is not None) == leaf, "the queues hold exactly the unused leaves"
+            above = node.parent if node.parent is not None and node.parent.parent is not None else node
+            assert above.protected or not node.protected, "protected below one that is not"
         assert self.num_protected == sum(node.protected for node in nodes)
         assert len(self._nodes) == len(self.probation) + len(self._protected)

@@ -14,9 +14,11 @@ struct SummaryUnit {
     int64_t level, unit;
 };
 
-// The summaries that stand for the first groups, oldest first.
-std::vector<SummaryUnit> summary_layout(int64_t groups) {
+// The summaries that stand for so many blocks, oldest first.
+std::vector<SummaryUnit> summary_layout(int64_t num_summarised) {
     std::vector<SummaryUnit> newest_first;
+    const int64_t groups = num_summarised / kGroupBlocks;
+    if (num_summarised % kGroupBlocks > 0) newest_first.push_back({0, groups});
     for (int64_t level = 0, units = groups; units > 0; ++level) {
         const int64_t kept = units <= kFan ? units : (units - 1) % kFan + 1;
         for (int64_t i = 1; i <= kept; ++i) newest_first.push_back({level, units - i});
@@ -48,7 +50,7 @@ PagedBatch::PagedBatch(const int32_t* block_table, const int32_t* seq_lens, cons
                    " but block_table holds " + std::to_string(max_blocks));
         seqs.push_back({cu_seqlens_q[s], q_len, seq_len, num_blocks, int64_t(compact.size()), int64_t(summarised.size())});
         read_history(s, history);
-        if (q_len > 0 && groups_at(seq_len - 1) > 0) read_summaries(s, history);
+        if (q_len > 0 && summarised_at(seq_len - 1) > 0) read_summaries(s, history);
         num_blocks += count;
     }
     num_tokens = cu_seqlens_q[num_seqs];
@@ -73,7 +75,7 @@ void PagedBatch::read_history(int64_t s, const History& history) {
         refuse(who(s) + " reads " + std::to_string(count) + " blocks in compact form but compact_table holds " +
                std::to_string(history.max_blocks));
     // Blocks that every query reads as summaries, the first one aside, are not there.
-    const int64_t kept = seq.q_len > 0 ? first_kept(groups_at(seq.seq_len - seq.q_len)) / block_size : 0;
+    const int64_t kept = seq.q_len > 0 ? first_kept(summarised_at(seq.seq_len - seq.q_len)) / block_size : 0;
     for (int64_t b = 0; b < count; ++b) {
         const int32_t block = b > 0 && b < kept ? 0 : history.table[s * history.max_blocks + b];
         if (block < 0) refuse(who(s) + " has compact block " + std::to_string(block) + ", which is negative");
@@ -96,10 +98,11 @@ void PagedBatch::read_summaries(int64_t s, const History& history) {
         summary_blocks.push_back(block);
         summary_bias.insert(summary_bias.end(), kGroupBlocks, float(std::log(tokens)));
     };
-    const int64_t first = groups_at(seq.seq_len - seq.q_len), last = groups_at(seq.seq_len - 1);
-    for (int64_t groups = std::max<int64_t>(1, first); groups <= last; ++groups) {
-        const std::vector<SummaryUnit> units = summary_layout(groups);
-        summarised.push_back({int64_t(summary_blocks.size()), int(1 + units.size())});
+    const int64_t first = summarised_at(seq.seq_len - seq.q_len), last = summarised_at(seq.seq_len - 1);
+    for (int64_t number = std::max<int64_t>(1, first); number <= last; ++number) {
+        const std::vector<SummaryUnit> units = summary_layout(number);
+        const int count = int(1 + units.size()), unread = int((kGroupBlocks - number % kGroupBlocks) % kGroupBlocks);
+        summarised.push_back({int64_t(summary_blocks.size()), count, count * kGroupBlocks - unread});
         add(compact[size_t(seq.first_compact)], 1.0);
         for (const SummaryUnit& unit : units) {
             const auto found = blocks.find({unit.level, unit.unit});
@@ -116,7 +119,7 @@ bool PagedBatch::reads_summaries(int64_t window) const {
     if (window == 0) return true;
     if (window <= budget - kGroupBlocks * block_size) return false;
     for (int64_t s = 0; s < int64_t(seqs.size()); ++s)
-        if (seqs[size_t(s)].q_len > 0 && groups_at(seqs[size_t(s)].seq_len - 1) > 0 && seqs[size_t(s)].seq_len > window)
+        if (seqs[size_t(s)].q_len > 0 && summarised_at(seqs[size_t(s)].seq_len - 1) > 0 && seqs[size_t(s)].seq_len > window)
             refuse("a layer's window of " + std::to_string(window) + " tokens hides part of what " + who(s) +
                    " reads as summaries: with a budget of " + std::to_string(budget) + " it may have at most " +
                    std::to_string(budget - kGroupBlocks * block_size));

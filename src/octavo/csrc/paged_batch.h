@@ -33,9 +33,9 @@ struct Sequence {
 // Which blocks are read in compact form: with a window above 0 those that lie wholly before position - window, through
 // table [num_seqs, max_blocks].
 //
-// With a budget above 0 (a multiple of 16, at least window + 256; blocks of 16) the first groups of 16 blocks, block 0
-// not among them, are read as summaries, through summaries [num_seqs, max_summaries] of (level, unit, compact block), -1
-// in unused ones: see kernels/history_layout.py for which. A summary's 16 entries stand for 16 * 4^level tokens each.
+// With a budget above 0 (a multiple of 16, at least window + 256; blocks of 16) the blocks beyond it, but for block 0, are
+// read as summaries, through summaries [num_seqs, max_summaries] of (level, unit, compact block), -1 in unused ones: see
+// kernels/history_layout.py for which. A summary's 16 entries stand for 16 * 4^level tokens each.
 struct History {
     const int32_t* table = nullptr;
     int64_t max_blocks = 0;
@@ -45,11 +45,13 @@ struct History {
     int64_t budget = 0;
 };
 
-// What the queries of a sequence read that have the same number of groups summarised: block 0 in compact form, then the
-// summaries, oldest first. In PagedBatch::summary_blocks, and 16 times as far in PagedBatch::summary_bias.
+// What the queries of a sequence read that have the same number of blocks summarised: block 0 in compact form, then the
+// summaries, oldest first. In PagedBatch::summary_blocks, and 16 times as far in PagedBatch::summary_bias. Of the last
+// summary's entries only the first may be read: so many keys in all.
 struct Summarised {
     int64_t first;
     int count;
+    int keys;
 };
 
 // A step's integers, checked and copied.
@@ -65,16 +67,16 @@ struct PagedBatch {
         return history_window > 0 && position > history_window ? (position - history_window) / block_size : 0;
     }
 
-    // How many of the first groups a query at this position reads as summaries, in a layer without a window.
-    int64_t groups_at(int64_t position) const {
-        const int64_t over = position / block_size - budget / block_size;  // blocks beyond the budget
-        return budget > 0 && over > 0 ? (over + kGroupBlocks - 1) / kGroupBlocks : 0;
+    // How many blocks a query at this position reads as summaries, in a layer without a window.
+    int64_t summarised_at(int64_t position) const {
+        return budget > 0 ? std::max<int64_t>(0, position / block_size - budget / block_size) : 0;
     }
     // The first position after block 0 that is not read as a summary where some are; else 0.
-    int64_t first_kept(int64_t groups) const { return groups > 0 ? (1 + groups * kGroupBlocks) * block_size : 0; }
-    // What a query reads in place of the keys before first_kept(groups), groups > 0 being those of some query.
-    const Summarised& summarised_of(const Sequence& seq, int64_t groups) const {
-        return summarised[size_t(seq.first_summarised + groups - std::max<int64_t>(1, groups_at(seq.seq_len - seq.q_len)))];
+    int64_t first_kept(int64_t num_summarised) const { return num_summarised > 0 ? (1 + num_summarised) * block_size : 0; }
+    // What a query reads in place of the keys before first_kept(num_summarised), a number above 0 that some query has.
+    const Summarised& summarised_of(const Sequence& seq, int64_t num_summarised) const {
+        const int64_t first = std::max<int64_t>(1, summarised_at(seq.seq_len - seq.q_len));
+        return summarised[size_t(seq.first_summarised + num_summarised - first)];
     }
     // Whether a layer with this window (0: none) reads summaries. Throws std::invalid_argument for a window that hides
     // some summarised keys from a query and not all.
@@ -88,7 +90,7 @@ struct PagedBatch {
     int64_t history_window;
     int64_t budget;
     int block_size;
-    std::vector<Summarised> summarised;  // of each sequence, one for each number of groups above 0 that a query has
+    std::vector<Summarised> summarised;  // of each sequence, one for each number above 0 that a query has
     std::vector<int32_t> summary_blocks;
     std::vector<float> summary_bias;  // of each key: the logarithm of the tokens that it stands for
 

@@ -64,7 +64,7 @@ AttentionPlan::AttentionPlan(const PagedBatch& batch, const int32_t* topk, const
         // More rows than a tile holds gain nothing from company.
         if (seq.q_len == 0 || seq.q_len * group_ > kTileRows || seq.seq_len < kSpan) continue;
         // What is read in place of a span differs from query to query then.
-        if (batch_.groups_at(seq.seq_len - 1) > 0) continue;
+        if (batch_.summarised_at(seq.seq_len - 1) > 0) continue;
         chains_.push_back({s, batch_.blocks.data() + seq.first_block, seq.seq_len / kSpan});
         if (batch_.history_window == 0) continue;
         identities_.push_back(identity(seq));
@@ -94,9 +94,9 @@ void AttentionPlan::make_jobs(int64_t window) {
         for (int64_t row0 = 0; row0 < rows; row0 += kTileRows) {
             const int count = int(std::min<int64_t>(kTileRows, rows - row0));
             const int64_t first = start + row0 / group_, last = start + (row0 + count - 1) / group_;
-            const int64_t kept = summaries_ ? batch_.first_kept(batch_.groups_at(first)) : 0;
+            const int64_t kept = summaries_ ? batch_.first_kept(batch_.summarised_at(first)) : 0;
             const int64_t lowest = std::max(kept, window > 0 ? first - window + 1 : 0);
-            const bool summarised = summaries_ && batch_.groups_at(last) > 0;
+            const bool summarised = summaries_ && batch_.summarised_at(last) > 0;
             for (int h = 0; h < shape_.num_kv_heads; ++h) {
                 jobs_.push_back({int64_t(s), h, row0, count, lowest / kSpan, last / kSpan + 1, summarised});
                 jobs_.back().own_begin = jobs_.back().span_begin;
@@ -261,7 +261,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     const float* query[kTileRows];
     // A row sees its window's keys [first, position], in compact form those before `stored`.
     int64_t first[kTileRows], stored[kTileRows], position[kTileRows], last = 0, last_compact = 0;
-    int64_t groups[kTileRows];  // that it reads as summaries
+    int64_t num_summarised[kTileRows];  // blocks that it reads as summaries
     for (int64_t part = 0, row = 0; part < item->parts; ++part) {
         const Job& job = jobs_[size_t(parts[part])];
         const Sequence& seq = batch_.seqs[size_t(job.seq)];
@@ -270,8 +270,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
                          (int64_t(job.kv_head) * group_ + at % group_) * d;
             position[row] = seq.seq_len - seq.q_len + at / group_;
             first[row] = layer.window > 0 ? std::max<int64_t>(0, position[row] - layer.window + 1) : 0;
-            groups[row] = summaries_ ? batch_.groups_at(position[row]) : 0;
-            first[row] = std::max(first[row], batch_.first_kept(groups[row]));
+            num_summarised[row] = summaries_ ? batch_.summarised_at(position[row]) : 0;
+            first[row] = std::max(first[row], batch_.first_kept(num_summarised[row]));
             stored[row] = std::max(first[row], batch_.compact_blocks(position[row]) * shape_.block_size);
             last = std::max(last, position[row]);
             last_compact = std::max(last_compact, stored[row]);
@@ -310,7 +310,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     if (lead.summarised && item->span_begin == lead.span_begin) {
         const int64_t behind = (lead.span_end - lead.span_begin) * line_up(partial_floats(rows));
         summaries = alone ? take(partial_floats(rows)) : partials + lead.partials + behind;
-        item->keys_read += run_summaries(lead, groups, compact, summaries);
+        item->keys_read += run_summaries(lead, num_summarised, compact, summaries);
     }
     // The keys that rows see of those from their own `from` to before their own `to` + more; false if there are none.
     const auto see = [&](int64_t base, const int64_t* from, const int64_t* to, int64_t more) {

@@ -96,7 +96,7 @@ private:
     void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials);
     void complete(const LayerArgs& layer, const Item& item, float* partials);
     void finish(const LayerArgs& layer, const Job& job, float* spans, float* summaries) const;
-    int64_t run_summaries(const Job& job, const int64_t* groups, SpanTask task, float* partial);
+    int64_t run_summaries(const Job& job, const int64_t* num_summarised, SpanTask task, float* partial);
     int64_t row_index(const Job& job, int row) const;
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;

@@ -12,10 +12,10 @@
 
 namespace octavo {
 
-// Gives rows with groups[row] > 0 the partial of their summaries, and others an empty one: m, l and acc one after the
+// Gives rows with num_summarised[row] > 0 the partial of their summaries, and others an empty one: m, l and acc one after the
 // other. `task` has the layer's compact history, and memory of its own for the partials of 256 keys each. Returns how
 // many keys were read.
-int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, SpanTask task, float* partial) {
+int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* num_summarised, SpanTask task, float* partial) {
     constexpr int kSpanBlocks = kSpan / kGroupBlocks;
     const Sequence& seq = batch_.seqs[size_t(job.seq)];
     int64_t keys_read = 0;
@@ -26,16 +26,16 @@ int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* groups, Span
     task.lo = lo;
     task.hi = hi;
     for (int begin = 0, end = 0; begin < job.rows; begin = end) {
-        while (end < job.rows && groups[end] == groups[begin]) ++end;
-        if (groups[begin] == 0) continue;
-        const Summarised& read = batch_.summarised_of(seq, groups[begin]);
+        while (end < job.rows && num_summarised[end] == num_summarised[begin]) ++end;
+        if (num_summarised[begin] == 0) continue;
+        const Summarised& read = batch_.summarised_of(seq, num_summarised[begin]);
         for (int block = 0; block < read.count; block += kSpanBlocks) {
-            const int keys = std::min(kSpanBlocks, read.count - block) * kGroupBlocks;
+            const int keys = std::min(kSpan, read.keys - block * kGroupBlocks);
             for (int r = 0; r < job.rows; ++r) hi[r] = begin <= r && r < end ? keys : 0;
             task.blocks = batch_.summary_blocks.data() + read.first + block;
             task.bias = batch_.summary_bias.data() + (read.first + block) * kGroupBlocks;
             task.cold = block == 0;
-            task.next_keys = std::clamp((read.count - block - kSpanBlocks) * kGroupBlocks, 0, kSpan);
+            task.next_keys = std::clamp(read.keys - (block + kSpanBlocks) * kGroupBlocks, 0, kSpan);
             isa_.span(task);
             isa_.merge(job.rows, shape_.head_dim, task.m, task.l, task.acc, m, l, acc);
             for (int r = begin; r < end && !mass_.empty(); ++r) {

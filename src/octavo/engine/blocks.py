@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from octavo.cache.block_pool import BlockPool
-from octavo.cache.chain import NO_BLOCK, Match, Node
+from octavo.cache.chain import NO_BLOCK, Match, num_with_compact
 from octavo.cache.prefix_cache import Evicted, PrefixCache
 from octavo.engine.disk_prefix import DiskPrefix
 from octavo.engine.step import BlockCopy, BlockLoad, SummaryMade
 from octavo.engine.waiting import Entry
-from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_groups
+from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_summarised
 from octavo.request import Request, empty_table
 
 #: A sequence as long as this is limited by the model alone.
@@ -57,22 +57,22 @@ class PoolShape(NamedTuple):
         """Blocks that a query at ``position`` reads in compact form, or in summaries."""
         return 0 if self.window is None else max(0, (position - self.window) // self.block_size)
 
-    def groups(self, position: int) -> int:
-        """Groups of blocks that a query at ``position`` reads in summaries."""
-        return (
-            0 if self.budget_blocks is None else num_groups(position // self.block_size, self.budget_blocks)
-        )
+    def summarised(self, position: int) -> int:
+        """Blocks that a query at ``position`` reads in summaries."""
+        if self.budget_blocks is None:
+            return 0
+        return num_summarised(position // self.block_size, self.budget_blocks)
 
     def compact_needed(self, position: int) -> int:
         """Compact blocks that a sequence has at most while it grows up to ``position``."""
-        needed, groups = self.compact_blocks(position), self.groups(position)
-        if groups == 0:
+        needed, summarised = self.compact_blocks(position), self.summarised(position)
+        if summarised == 0:
             return needed
         assert self.budget_blocks is not None
         assert self.window_blocks is not None
         step = self.step_tokens // self.block_size + 2
-        made = step // GROUP + 1
-        levels = layout(groups)[0][0] + 1
+        made = step // GROUP + 2
+        levels = layout(summarised)[0][0] + 1
         # What a step begins with stays until its end: so do the summaries that others take the place of.
         summaries = FAN * levels + 2 * made + levels
         return min(needed, 1 + self.budget_blocks - self.window_blocks + step) + summaries
@@ -165,8 +165,8 @@ class Blocks:
 
     def _cover_summaries(self, entry: Entry, end: int) -> int:
         table = entry.request.summaries
-        for groups in range(entry.num_groups + 1, self.shape.groups(end - 1) + 1):
-            for level, unit in layout(groups):
+        for count in range(entry.num_summarised + 1, self.shape.summarised(end - 1) + 1):
+            for level, unit in layout(count):
                 if (level, unit) in table:
                     continue
                 block = self.cache.use_summary(entry.chain, level, unit)
@@ -176,7 +176,7 @@ class Blocks:
                     entry.own_summaries.add((level, unit))
                 else:
                     assert self.shape.budget_blocks is not None
-                    return min(end, (self.shape.budget_blocks + GROUP * (groups - 1) + 1) * self._size)
+                    return min(end, (self.shape.budget_blocks + count) * self._size)
                 table[level, unit] = block
         return end
 
@@ -221,9 +221,9 @@ class Blocks:
     def summaries_made(self, entry: Entry, end: int) -> tuple[SummaryMade, ...]:
         """The summaries to be made by a step that computes up to ``end``, in order."""
         table, compact = entry.request.summaries, entry.request.compact_table
-        made, before = list[SummaryMade](), layout(entry.num_groups)
-        for groups in range(entry.num_groups + 1, self.shape.groups(end - 1) + 1):
-            now = layout(groups)
+        made, before = list[SummaryMade](), layout(entry.num_summarised)
+        for count in range(entry.num_summarised + 1, self.shape.summarised(end - 1) + 1):
+            now = layout(count)
             for level, unit in now:
                 if (level, unit) in before or (level, unit) not in entry.own_summaries:
                     continue
@@ -240,21 +240,20 @@ class Blocks:
 
     def start(self, entry: Entry, match: Match, *, hit: bool) -> None:
         """Give the request what was matched, but for a tail."""
-        request, count, groups = entry.request, match.num_compact, match.num_groups
-        request.block_table = array("i", [NO_BLOCK]) * count
-        request.block_table.extend([node.block for node in match.nodes[count:]])
-        request.compact_table = array("i", [node.compact for node in match.nodes[:count]])
-        for index in range(1, min(first_kept(groups), count)):
-            request.compact_table[index] = NO_BLOCK
+        request, count = entry.request, match.num_compact
+        stored = [node.block for node in match.nodes[count:]]
+        compact = [node.compact for node in match.nodes[:count]]
+        hollow = range(1, min(first_kept(match.num_summarised), count))
+        compact[1 : 1 + len(hollow)] = [NO_BLOCK] * len(hollow)
         self.cache.commit(entry.chain, match, hit=hit)
-        found = {pair: self.cache.summary(entry.chain, *pair) for pair in layout(groups)}
+        found = {pair: self.cache.summary(entry.chain, *pair) for pair in layout(match.num_summarised)}
         request.summaries = {pair: block for pair, block in found.items() if block != NO_BLOCK}
-        for block in request.block_table[count:]:
-            self.stored.share(block)
-        for block in self._compact_held(request):
-            self.compact.share(block)
+        request.block_table = array("i", [NO_BLOCK]) * count + array("i", stored)
+        request.compact_table = array("i", compact)
+        self.stored.share(*stored)
+        self.compact.share(*self._compact_held(request))
         entry.num_written, entry.num_compacted = len(match.nodes) * self._size, count
-        entry.num_groups = groups
+        entry.num_summarised = match.num_summarised
         entry.chain.num_compact_at_start = count
 
     def load(self, entry: Entry, prefix: DiskPrefix) -> list[BlockLoad]:
@@ -298,7 +297,7 @@ class Blocks:
         size, filled = self._size, []
         while not chain.broken and (len(chain.path) + 1) * size <= entry.num_written:
             index = len(chain.path)
-            if 0 < index < first_kept(entry.num_groups):
+            if 0 < index < first_kept(entry.num_summarised):
                 self.cache.extend_summarised(chain)
                 filled.append(chain.digests[index])
                 continue
@@ -324,16 +323,15 @@ class Blocks:
             self.stored.release(table[index], keep=self.cache.holds(table[index]))
             table[index] = NO_BLOCK
         entry.num_compacted = count
-        self._give_up_summarised(entry, self.shape.groups(entry.num_written - 1))
+        self._give_up_summarised(entry, self.shape.summarised(entry.num_written - 1))
 
-    def _give_up_summarised(self, entry: Entry, groups: int) -> None:
-        """The last written token read so many groups in summaries: what these stand for is not read any
-        more."""
-        if groups <= entry.num_groups and not entry.own_summaries:
+    def _give_up_summarised(self, entry: Entry, count: int) -> None:
+        """The last written token read so many blocks in summaries: they themselves are not read any more."""
+        if count <= entry.num_summarised and not entry.own_summaries:
             return
         chain, table, compact = entry.chain, entry.request.summaries, entry.request.compact_table
-        groups = max(groups, entry.num_groups)
-        now = layout(groups)
+        count = max(count, entry.num_summarised)
+        now = layout(count)
         for level, unit in now:
             if (level, unit) not in entry.own_summaries:
                 continue
@@ -347,11 +345,11 @@ class Blocks:
                 entry.own_summaries.remove((level, unit))
         for pair in [pair for pair in table if pair not in now]:
             self._release_summary(entry, pair, superseded=True)
-        self.cache.summarised(chain, groups)
-        for index in range(max(1, first_kept(entry.num_groups)), first_kept(groups)):
+        self.cache.summarised(chain, count)
+        for index in range(max(1, first_kept(entry.num_summarised)), first_kept(count)):
             self.compact.release(compact[index], keep=self.cache.holds_compact(compact[index]))
             compact[index] = NO_BLOCK
-        entry.num_groups = groups
+        entry.num_summarised = count
 
     def _release_summary(self, entry: Entry, pair: tuple[int, int], *, superseded: bool) -> None:
         if pair in entry.own_summaries:
@@ -379,16 +377,21 @@ class Blocks:
         """Take all blocks of a request back; what is written stays cached."""
         request, full = entry.request, len(entry.chain.path)
         table, rows = request.block_table, entry.num_written - full * self._size
-        has_tail = rows > 0 and not entry.chain.broken
+        has_tail, full_compact = rows > 0 and not entry.chain.broken, entry.chain.num_compact
         for pair in tuple(request.summaries):
             self._release_summary(entry, pair, superseded=False)
         self.cache.release(entry.chain, table[full] if has_tail else None, rows)
-        for block in table[entry.num_compacted :]:
+        # What the chain was made of is cached; of the blocks behind it, its tail at most.
+        self.stored.release(*table[entry.num_compacted : full], keep=True)
+        for block in table[max(entry.num_compacted, full) :]:
             self.stored.release(block, keep=self.cache.holds(block))
-        for block in self._compact_held(request):
-            self.compact.release(block, keep=self.cache.holds_compact(block))
+        full_compact = 0 if entry.num_summarised else full_compact
+        self.compact.release(*request.compact_table[:full_compact], keep=True)
+        for block in request.compact_table[full_compact:]:
+            if block != NO_BLOCK:
+                self.compact.release(block, keep=self.cache.holds_compact(block))
         request.block_table, request.compact_table = empty_table(), empty_table()
-        entry.num_written = entry.num_compacted = entry.num_groups = 0
+        entry.num_written = entry.num_compacted = entry.num_summarised = 0
 
     def reset(self, running: Iterable[Entry]) -> None:
         """Forget all that is cached; ``running`` requests keep their blocks, uncached."""
@@ -400,8 +403,8 @@ class Blocks:
                     pool.reclaim(block)
         for entry in running:
             chain = entry.chain
-            chain.path, chain.num_compact, chain.num_groups, chain.broken = [], 0, 0, True
-            chain.num_saved = chain.num_saved_compact = chain.num_struck = chain.num_saved_groups = 0
+            chain.path, chain.num_compact, chain.num_summarised, chain.broken = [], 0, 0, True
+            chain.num_saved = chain.num_saved_compact = chain.num_struck = chain.num_saved_summarised = 0
             entry.own_summaries = set(entry.request.summaries)
 
     # ---- room
@@ -409,7 +412,7 @@ class Blocks:
     def held(self, entry: Entry) -> Room:
         """Blocks in the request's tables."""
         request = entry.request
-        compact = len(request.compact_table) - max(0, first_kept(entry.num_groups) - 1)
+        compact = len(request.compact_table) - max(0, first_kept(entry.num_summarised) - 1)
         return Room(len(request.block_table) - entry.num_compacted, compact + len(request.summaries))
 
     def still_takes(self, entry: Entry) -> Room:
@@ -425,21 +428,16 @@ class Blocks:
         """Blocks that a waiting request takes for its tokens, beside what was matched."""
         needed = -(-entry.request.num_tokens // self._size) - match.num_compact
         shared = len(match.nodes) - match.num_compact
-        there = sum(node.compact != NO_BLOCK for node in self._read(match)) + len(layout(match.num_groups))
+        there = num_with_compact(match.nodes)
+        if match.num_summarised:
+            there = sum(node.compact != NO_BLOCK for node in match.read)
+            there += len(layout(match.num_summarised))
         compact = self.shape.compact_needed(entry.request.num_tokens - 1) - there
         return Room(min(needed, self._peak) - shared, max(0, compact))
 
-    @staticmethod
-    def _read(match: Match) -> Sequence[Node]:
-        """The nodes that are not read in summaries alone."""
-        start = first_kept(match.num_groups)
-        return [*match.nodes[:1], *match.nodes[start:]] if start else match.nodes
-
     def available(self, match: Match) -> Room:
         """Blocks that can be taken while what was matched is kept."""
-        read_as_stored = match.nodes[match.num_compact :]
-        stored = sum(node.stored_users == 0 for node in read_as_stored)
-        compact = sum(node.is_idle and node.compact != NO_BLOCK for node in self._read(match))
+        stored, compact = self.cache.num_idle(match)
         compact += self.cache.num_idle_summaries(match)
         return Room(
             self.stored.num_free + self.cache.num_evictable - stored,
@@ -458,10 +456,10 @@ class Blocks:
         stored = [e.request.block_table[e.num_compacted :] for e in entries]
         self.stored.check_invariants(stored, self.cache.blocks())
         for entry in entries:
-            gone = range(1, first_kept(entry.num_groups))
+            gone = range(1, first_kept(entry.num_summarised))
             assert all((b == NO_BLOCK) == (i in gone) for i, b in enumerate(entry.request.compact_table))
-            assert set(entry.request.summaries) >= set(layout(entry.num_groups))
-            assert entry.chain.num_groups == entry.num_groups or entry.chain.broken
+            assert set(entry.request.summaries) >= set(layout(entry.num_summarised))
+            assert entry.chain.num_summarised == entry.num_summarised or entry.chain.broken
         tables = [self._compact_held(e.request) for e in entries]
         self.compact.check_invariants(tables, self.cache.compact_blocks())
         assert self.stored.num_kept == self.cache.num_evictable, "a kept block can never be evicted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.cache.chain import NO_BLOCK, Chain, Match, Node, Reach, readable
+from octavo.cache.chain import NO_BLOCK, Chain, Match, Node, Reach, readable, run_ends
 from octavo.cache.disk_cache import DiskCache
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.kernels.history_layout import first_kept, last_block, layout
@@ -41,25 +41,27 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
     Whole blocks only, and less than all of the chain's tokens. Views live until the disk's ``end_reading``.
     """
     digests = cache.digests(chain)[: (chain.num_tokens - 1) // cache.block_size]
+    if len(match.nodes) == len(match.known) and not _any_form(disk, digests[len(match.known) :][:1]):
+        return DiskPrefix(match, [], [])
     while True:
-        sources = _sources(digests, cache, chain, disk)
+        sources = _sources(digests, cache, match.known, disk)
         if sources is None:
             return DiskPrefix(match, [], [])
-        count, num_compact, groups = sources.reach
+        count, num_compact, summarised = sources.reach
         if count * cache.block_size <= _num_tokens(match, cache.block_size):
             return DiskPrefix(match, [], [])
         loads: list[LoadedRows] = []
         for index in range(sources.in_memory, count):
             compact, rows = index < num_compact, None
-            if not 0 < index < first_kept(groups):
+            if not 0 < index < first_kept(summarised):
                 rows = disk.fetch(cache.root_digest(chain), digests, chain.packed, index, compact=compact)
                 if rows is None:
                     break
             loads.append(LoadedRows(rows, compact))
         else:
-            nodes = tuple(cache.known(chain)[: sources.in_memory])
+            nodes = match.known[: sources.in_memory]
             summaries: list[tuple[tuple[int, int], memoryview]] = []
-            for pair in layout(groups):
+            for pair in layout(summarised):
                 if not cache.has_summary(nodes, *pair):
                     rows = disk.fetch_summary(digests, chain.packed, *pair)
                     if rows is None:
@@ -68,19 +70,23 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
                     summaries.append((pair, rows))
             else:
                 num_compact = min(num_compact, len(nodes))
-                return DiskPrefix(
-                    Match(nodes, None, 0, num_compact, match.num_known, groups), loads, summaries
-                )
+                own = Match(nodes, None, 0, num_compact, match.known, summarised)
+                return DiskPrefix(own, loads, summaries)
         # Damaged, or not there yet or any more: what is before it may still be read.
         digests = digests[:index]
+
+
+def _any_form(disk: DiskCache, digests: Sequence[bytes]) -> bool:
+    return any(disk.can_fetch(d, compact=False) or disk.can_fetch(d, compact=True) for d in digests)
 
 
 def _num_tokens(match: Match, block_size: int) -> int:
     return len(match.nodes) * block_size + match.tail_rows
 
 
-def _sources(digests: Sequence[bytes], cache: PrefixCache, chain: Chain, disk: DiskCache) -> _Sources | None:
-    nodes = cache.known(chain)
+def _sources(
+    digests: Sequence[bytes], cache: PrefixCache, nodes: Sequence[Node], disk: DiskCache
+) -> _Sources | None:
     in_memory = len(nodes)
     while True:
         stored, compact = [], []
@@ -91,17 +97,26 @@ def _sources(digests: Sequence[bytes], cache: PrefixCache, chain: Chain, disk: D
             if not (known or stored[-1] or compact[-1]):
                 break
 
-        def has_layout(groups: int, in_memory: int = in_memory) -> bool:
-            return all(
-                cache.has_summary(nodes[:in_memory], level, unit)
+        ends, path = run_ends(compact), nodes[:in_memory]
+
+        def has_layout(count: int, ends: list[int] = ends, path: Sequence[Node] = path) -> bool:
+            return ends[0] > 0 and all(
+                cache.has_summary(path, level, unit)
                 or (last_block(level, unit) < len(digests) and disk.can_fetch_summary(digests, level, unit))
-                for level, unit in layout(groups)
+                for level, unit in layout(count)
             )
 
-        reach = readable(stored, compact, cache.window_blocks, cache.budget_blocks, has_layout)
+        reach = readable(
+            len(stored),
+            stored.__getitem__,
+            ends.__getitem__,
+            cache.window_blocks,
+            cache.budget_blocks,
+            has_layout,
+        )
         # From the first block that memory has not as it is read, all must come from disk.
         count, first = reach.num_blocks, reach.num_blocks
-        hollow = range(1, first_kept(reach.num_groups))
+        hollow = range(1, first_kept(reach.num_summarised))
         for index in range(count):
             in_form = index < in_memory and (
                 index in hollow or _has(nodes[index], compact=index < reach.num_compact)

@@ -8,20 +8,14 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 from octavo.cache.chain import Match, sha256
+from octavo.cache.explain import explain
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
 from octavo.engine import disk_prefix
 from octavo.engine.blocks import Blocks, PoolShape, Room
 from octavo.engine.disk_prefix import DiskPrefix, LoadedRows
-from octavo.engine.step import (
-    CacheView,
-    ScheduledRequest,
-    SchedulerOutput,
-    SchedulerStats,
-    StepDraft,
-)
+from octavo.engine.step import CacheView, ScheduledRequest, SchedulerOutput, SchedulerStats, StepDraft
 from octavo.engine.waiting import Entry, WaitingQueue
-from octavo.kernels.history_layout import first_kept
 from octavo.request import Request, Status, empty_table
 
 if TYPE_CHECKING:
@@ -287,7 +281,7 @@ class Scheduler:
             return
         if (chain.num_saved, chain.num_saved_compact) != (len(chain.path), chain.num_compact):
             self._disk.note(chain, self._blocks.cache.root_digest(chain))
-        if chain.num_saved_groups != chain.num_groups:
+        if chain.num_saved_summarised != chain.num_summarised:
             self._disk.note_summaries(chain, entry.request.summaries)
 
     def _end_if_over(self, entry: Entry, token: int) -> None:
@@ -326,10 +320,12 @@ class Scheduler:
             if in_flight is not None:
                 self._waiting.put_off(entry, in_flight)
                 continue
-            if not self._fits(entry, match, committed):
+            fits = self._fits(entry, match, committed)
+            if not fits:
                 self._preempt_worse(entry, match, step)
                 committed = self._committed()
-            if self._fits(entry, match, committed):
+                fits = self._fits(entry, match, committed)
+            if fits:
                 self._start(entry, match, step)
                 committed = committed.plus(self._blocks.still_takes(entry))
                 for other in stepped_over:
@@ -438,11 +434,11 @@ class Scheduler:
         request.num_cached_tokens = in_memory + request.num_disk_tokens
         num_compact = match.num_compact + sum(load.compact for load in loads)
         request.num_compact_tokens = num_compact * self._block_size
-        request.num_summarised_tokens = max(0, first_kept(match.num_groups) - 1) * self._block_size
+        request.num_summarised_tokens = match.num_summarised * self._block_size
         if self._blocks.cache.enabled and request.params.prompt_logprobs is not None:
             request.cache_miss_reason = "prompt_logprobs computes the whole prompt"
             return
-        request.cache_miss_reason = self._blocks.cache.explain(entry.chain, match, request.num_disk_tokens)
+        request.cache_miss_reason = explain(self._blocks.cache, entry.chain, match, request.num_disk_tokens)
         if self._blocks.cache.enabled:
             self._prefix_queries += len(request.prompt_token_ids)
             self._prefix_hits += request.num_cached_tokens

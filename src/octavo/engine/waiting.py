@@ -19,7 +19,7 @@ class Entry:
 
     ``num_written`` tokens have K and V that an earlier step wrote (rows copied or computed by a step that is
     under way do not count), and the compact forms of its first ``num_compacted`` blocks are written; of those
-    its first ``num_groups`` groups are read in summaries. ``own_summaries`` of the request's summaries are
+    ``num_summarised`` are read in summaries. ``own_summaries`` of the request's summaries are
     not cached, as they are still to be made. ``last_position`` is how many tokens can ever need K and V.
     ``passed`` counts later requests that were admitted before this one. ``put_off`` is the digest that a
     waiting request waits for; ``claims`` are those that a running one will write.
@@ -31,7 +31,7 @@ class Entry:
     last_position: int
     num_written: int = 0
     num_compacted: int = 0
-    num_groups: int = 0
+    num_summarised: int = 0
     own_summaries: set[tuple[int, int]] = field(default_factory=set)
     passed: int = 0
     put_off: bytes | None = None

@@ -48,14 +48,15 @@ class AttentionMeta(NamedTuple):
     blocks that every query of a sequence reads in compact form is never read.
 
     With a ``history_budget`` too (tokens, a multiple of 16, at least history_window + 256; blocks of 16) a
-    query in block i reads block 0 in compact form, then the summaries of ``layout(num_groups(i,
-    history_budget // 16))`` and then the blocks from ``first_kept`` on, as above: see
-    ``octavo.kernels.history_layout``. A summary is a compact block whose entry e is read as one key, with
-    log(tokens_of(level)) added to its scaled score. ``summary_table`` [num_seqs, max_summaries, 3] int32
-    holds rows (level, unit, compact block), of level -1 where they are not used: each summary that some query
-    of the sequence reads. ``compact_table`` of blocks that every query of a sequence reads as summaries,
-    block 0 aside, is never read. A layer whose window is at most history_budget - 256 sees no summarised key
-    and ignores summaries; one whose window hides some of them and not all is a ValueError.
+    query in block i reads block 0 in compact form, then the summaries of ``layout(num_summarised(i,
+    history_budget // 16))``, of a group that is summarised in part the first entries alone, and then the
+    blocks from ``first_kept`` on, as above: see ``octavo.kernels.history_layout``. A summary is a compact
+    block whose entry e is read as one key, with log(tokens_of(level)) added to its scaled score.
+    ``summary_table`` [num_seqs, max_summaries, 3] int32 holds rows (level, unit, compact block), of level -1
+    where they are not used: each summary that some query of the sequence reads. ``compact_table`` of blocks
+    that every query of a sequence reads as summaries, block 0 aside, is never read. A layer whose window is
+    at most history_budget - 256 sees no summarised key and ignores summaries; one whose window hides some of
+    them and not all is a ValueError.
     """
 
     block_table: torch.Tensor

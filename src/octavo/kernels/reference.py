@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, num_compact_blocks
-from octavo.kernels.history_layout import GROUP, first_kept, layout, num_groups, tokens_of
+from octavo.kernels.history_layout import GROUP, first_kept, layout, num_summarised, tokens_of
 from octavo.kernels.native import ThreadPool
 
 
@@ -73,10 +73,10 @@ class _Sequence:
         first = 0 if window is None else max(0, position - window + 1)
         key = value = self.empty
         bias = torch.empty(0)
-        groups = self._groups(position)
-        if groups:
-            first = first_kept(groups) * self.block_size
-            key, value, bias = self._summaries(groups)
+        summarised = self._num_summarised(position)
+        if summarised:
+            first = first_kept(summarised) * self.block_size
+            key, value, bias = self._summaries(summarised)
         stored = 0
         if plan.history_window is not None:
             stored = self.block_size * num_compact_blocks(position, plan.history_window, self.block_size)
@@ -89,28 +89,31 @@ class _Sequence:
         )
         return k, v, torch.cat([bias, torch.zeros(k.shape[1] - len(bias))])
 
-    def _groups(self, position: int) -> int:
-        """How many groups of blocks are read as summaries."""
+    def _num_summarised(self, position: int) -> int:
+        """How many blocks are read as summaries."""
         budget, window = self.plan.history_budget, self.kv.window
         if budget is None:
             return 0
-        groups = num_groups(position // self.block_size, budget // self.block_size)
-        if not groups or window is None:
-            return groups
+        summarised = num_summarised(position // self.block_size, budget // self.block_size)
+        if not summarised or window is None:
+            return summarised
         if window <= budget - GROUP * self.block_size:
             return 0
         if window < self.seq_len:
             raise ValueError(f"a layer's window of {window} tokens hides part of what is read as summaries")
-        return groups
+        return summarised
 
-    def _summaries(self, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _summaries(self, summarised: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert self.plan.summary_table is not None
         there = {(level, unit): block for level, unit, block in self.plan.summary_table[self.s].tolist()}
-        units = layout(groups)
+        units = layout(summarised)
         key, value = self._expand(torch.tensor([there[pair] for pair in units]))
         bias = torch.tensor([math.log(tokens_of(level)) for level, _ in units]).repeat_interleave(
             self.block_size
         )
+        if summarised % GROUP:  # of the last group the first entries alone
+            read = slice(0, len(bias) - GROUP + summarised % GROUP)
+            key, value, bias = key[:, read], value[:, read], bias[read]
         first = slice(0, self.block_size)  # block 0
         return (
             torch.cat([self.compact_key[:, first], key], dim=1),
