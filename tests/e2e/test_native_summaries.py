@@ -189,6 +189,12 @@ def test_rows_that_are_read_are_the_same(read: int) -> None:
     assert torch.equal(part.step(again), whole.step(again))
 
 
+def test_a_share_needs_something_to_recall() -> None:
+    dialogue = Dialogue(native(MODELS["llama"]), budget=None, recall=0.01)
+    with pytest.raises(ValueError, match="a recall_share needs a history_budget"):
+        dialogue.step([1, 2, 3])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_recalling_all_gives_the_compact_history(name: str) -> None:
     """In each layer its own; half of it gives something between."""

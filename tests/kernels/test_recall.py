@@ -110,7 +110,7 @@ def test_all_that_is_recalled_is_the_compact_history() -> None:
 
 
 def test_a_row_decides_alone() -> None:
-    """In any company, with any number of threads, and whatever others recall."""
+    """In any company, with any number of threads and any instruction set, and whatever others recall."""
     case = BASE
     paged, archive = build(case), Archive(case)
     recall = archive.recall(0.004)
@@ -119,6 +119,8 @@ def test_a_row_decides_alone() -> None:
     assert recall.report[0, 0] > 0
     for threads in (2, 16):
         assert same(attend(paged, archive.recall(0.004), threads), want)
+    for isa in ISAS:
+        assert same(attend(paged, archive.recall(0.004), isa=isa), want)
     at = 0
     for s, (q_len, n) in enumerate(case.seqs):
         for row in range(q_len):

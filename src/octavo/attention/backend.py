@@ -87,14 +87,7 @@ class AttentionBackend:
                 "the batch has a history_window, but the backend was made without compact history"
             )
         attention = self._attention(batch, cu_seqlens_q)
-        recall = None
-        if batch.recall_share is not None and batch.history_budget is not None:
-            if batch.recall_table is None or batch.recall_strides is None:
-                raise ValueError("a recall_share needs a recall_table and recall_strides")
-            recall = api.Recall(
-                batch.recall_share, batch.recall_table, batch.recall_strides, batch.recall_report
-            )
-        return Step(attention, batch.compactions, batch.summaries, batch.summary_mass, recall)
+        return Step(attention, batch.compactions, batch.summaries, batch.summary_mass, _recall(batch))
 
     def _attention(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
         meta = api.AttentionMeta(
@@ -171,3 +164,11 @@ class AttentionBackend:
         if plan.reads is not None and details is not None:
             reads.note(plan.reads, q.shape[1], layer.window, details.position)
         return out
+
+
+def _recall(batch: ForwardBatch) -> api.Recall | None:
+    if batch.recall_share is None:
+        return None
+    if batch.history_budget is None or batch.recall_table is None or batch.recall_strides is None:
+        raise ValueError("a recall_share needs a history_budget, a recall_table and recall_strides")
+    return api.Recall(batch.recall_share, batch.recall_table, batch.recall_strides, batch.recall_report)
