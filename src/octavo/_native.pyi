@@ -71,6 +71,11 @@ def summarise_compact(
     isa: str,
 ) -> None: ...
 
+class Recall:
+    def __init__(
+        self, *, share: float, table: int, strides: int, max_blocks: int, layer: int, report: int
+    ) -> None: ...
+
 class AttentionPlan:
     def __init__(
         self,
@@ -84,6 +89,8 @@ class AttentionPlan:
     ) -> None: ...
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def num_seqs(self) -> int: ...
     @property
     def isa(self) -> str: ...
     @property
@@ -103,6 +110,7 @@ class AttentionPlan:
         lse: int,
         compact: CompactLayer,
         mass: int,
+        recall: Recall | None,
     ) -> None: ...
 
 def weight_formats() -> list[tuple[str, int, int, bool]]: ...

@@ -69,6 +69,15 @@ class ForwardBatch:
             the step's compactions. None for none.
         summary_mass: ``[num_tokens, num_heads]`` float32, to which each layer adds the share of each row's
             softmax that fell on summaries. None where nobody asks.
+        recall_share: entries of summaries with more than this share of a row's softmax are read again as
+            the compact blocks that they stand for, where these are there: see ``octavo.kernels.api.Recall``.
+            None: none are.
+        recall_table: ``[num_seqs, max_blocks, 2]`` int64, addresses of layer 0's key records and value
+            records of each block's compact form, 0 where it is not there. Only those of blocks that a query
+            reads as summaries are looked at.
+        recall_strides: ``[num_seqs, max_blocks, 2]`` int64, bytes from one layer to the next.
+        recall_report: ``[num_seqs, 2]`` float64, to which each layer adds the entries that its rows recalled
+            and those above the share that were not there. None where nobody asks.
         history_mean: "centre": keys are turned to the centre of their span before their mean is taken;
             "plain": they are not.
 
@@ -108,6 +117,10 @@ class ForwardBatch:
     summaries: torch.Tensor | None = None
     summary_mass: torch.Tensor | None = None
     history_mean: HistoryMean = "centre"
+    recall_share: float | None = None
+    recall_table: torch.Tensor | None = None
+    recall_strides: torch.Tensor | None = None
+    recall_report: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

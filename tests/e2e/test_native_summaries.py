@@ -28,7 +28,8 @@ MODELS = {
 class Dialogue:
     """One sequence and its cache: each step makes the compact blocks and summaries that it is first to read.
 
-    ``mass`` ``[tokens, num_heads]`` is what the steps' layers added.
+    ``mass`` ``[tokens, num_heads]`` is what the steps' layers added. With ``budget`` None nothing is
+    summarised; with ``recall`` any entry above that share can be recalled, as all compact blocks stay.
     """
 
     def __init__(
@@ -36,12 +37,16 @@ class Dialogue:
         decoder: NativeDecoder | Decoder,
         attention: str = "fused",
         mean: Literal["centre", "plain"] = "centre",
+        *,
+        budget: int | None = BUDGET,
+        recall: float | None = None,
     ) -> None:
         config = decoder.config
         shape = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "block_size": 16}
         blocks = -(-LENGTH // 16) + 1
         planes = PlaneSet(compact_blocks=2 * blocks)
-        self.decoder, self.mean = decoder, mean
+        self.decoder, self.mean, self.budget, self.share = decoder, mean, budget, recall
+        self.report = torch.zeros(1, 2, dtype=torch.float64)
         self.cache = KVCache(num_layers=config.num_layers, num_blocks=blocks, planes=planes, **shape)
         spec = AttentionSpec(
             num_heads=config.num_heads, kv_dtype=torch.float32, device="cpu", value_bits=8, **shape
@@ -59,7 +64,9 @@ class Dialogue:
         compact = range(self.compact, num_compact_blocks(last, WINDOW, 16))
         self.compact = max(self.compact, compact.stop)
         operations, rows = [], []
-        first, number = (num_summarised(p // 16, BUDGET // 16) for p in (start, last))
+        first, number = (
+            0 if self.budget is None else num_summarised(p // 16, self.budget // 16) for p in (start, last)
+        )
         for count in range(max(1, first), number + 1):
             for level, unit in layout(count):
                 if (level, unit) not in self.made:
@@ -86,14 +93,30 @@ class Dialogue:
             compact_table=torch.tensor([table], dtype=torch.int32),
             history_window=WINDOW,
             compactions=torch.tensor([[b, compact_id(b)] for b in compact], dtype=torch.int32).view(-1, 2),
-            history_budget=BUDGET,
+            history_budget=self.budget,
             summary_table=torch.tensor([[*rows, (-1, -1, -1)]], dtype=torch.int32),
             summaries=torch.tensor(operations, dtype=torch.int32) if operations else None,
             summary_mass=self.mass[-1],
             history_mean=self.mean,
+            recall_share=self.share,
+            recall_table=torch.tensor([[self.address(b) for b in range(self.compact)]]).view(1, -1, 2),
+            recall_strides=self.strides().expand(1, self.compact, 2).contiguous(),
+            recall_report=self.report,
         )
         hidden = self.decoder.forward(batch, self.cache, self.attention)
         return self.decoder.logits(hidden, batch.logits_rows)
+
+    def address(self, block: int) -> tuple[int, int]:
+        """Of the keys and values of a block's compact form in the first layer."""
+        assert self.cache.compact is not None
+        key, value = self.cache.compact.key, self.cache.compact.value
+        return key[0, compact_id(block)].data_ptr(), value[0, compact_id(block)].data_ptr()
+
+    def strides(self) -> torch.Tensor:
+        """Bytes from a layer to the next."""
+        assert self.cache.compact is not None
+        key, value = self.cache.compact.key, self.cache.compact.value
+        return torch.tensor([key.stride(0), value.stride(0)])
 
     def run(self, ids: list[int], sizes: list[int]) -> torch.Tensor:
         assert sum(sizes) == len(ids)
@@ -164,3 +187,33 @@ def test_rows_that_are_read_are_the_same(read: int) -> None:
     assert (part.mass[1][: 100 - read] < whole.mass[1][: 100 - read]).all()
     again = ids_of(config, 3, seed=1)
     assert torch.equal(part.step(again), whole.step(again))
+
+
+def test_a_share_needs_something_to_recall() -> None:
+    dialogue = Dialogue(native(MODELS["llama"]), budget=None, recall=0.01)
+    with pytest.raises(ValueError, match="a recall_share needs a history_budget"):
+        dialogue.step([1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_recalling_all_gives_the_compact_history(name: str) -> None:
+    """In each layer its own; half of it gives something between."""
+    config = MODELS[name]
+    ids = ids_of(config, LENGTH)
+    decoder = native(config)
+    want = Dialogue(decoder, budget=None).run(ids, [LENGTH])
+    none, some, every = (Dialogue(decoder, recall=share) for share in (None, 0.003, 1e-30))
+    far, between, got = (d.run(ids, [900, 1, 799]) for d in (none, some, every))
+    assert every.report[0, 0] > some.report[0, 0] > 0
+    assert not every.report[0, 1]
+    assert not none.report.any()
+    errors = [(x - want).abs().mean() for x in (got, between, far)]
+    assert errors[0] < 1e-3
+    assert errors[0] < errors[1] < errors[2]
+    assert not torch.cat(every.mass).any()
+    again = Dialogue(decoder, recall=0.003)
+    assert torch.equal(again.run(ids, [LENGTH]), between)
+    assert torch.equal(again.report, some.report)
+    other = Dialogue(fill(Decoder(config), config), "reference", recall=0.003)
+    assert (other.run(ids, [LENGTH]) - between).abs().median() < 3e-3
+    torch.testing.assert_close(other.report, some.report, rtol=0.01, atol=0)

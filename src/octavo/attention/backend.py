@@ -41,6 +41,7 @@ class Step:
     compactions: torch.Tensor | None
     summaries: torch.Tensor | None
     mass: torch.Tensor | None
+    recall: api.Recall | None
     mass_rows: torch.Tensor | None = None
 
 
@@ -86,7 +87,7 @@ class AttentionBackend:
                 "the batch has a history_window, but the backend was made without compact history"
             )
         attention = self._attention(batch, cu_seqlens_q)
-        return Step(attention, batch.compactions, batch.summaries, batch.summary_mass)
+        return Step(attention, batch.compactions, batch.summaries, batch.summary_mass, _recall(batch))
 
     def _attention(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
         meta = api.AttentionMeta(
@@ -134,33 +135,40 @@ class AttentionBackend:
         ``q`` and the result are ``[num_tokens, num_heads, head_dim]``.
         """
         self.compact(layer, step.compactions, step.summaries)
-        if step.mass is None:
-            return self._attend(q, layer, step.attention, None)
-        if step.mass_rows is None:
-            return self._attend(q, layer, step.attention, step.mass)
+        if step.mass is None and step.recall is None:
+            return self._attend(q, layer, step.attention, {})
+        if step.mass is None or step.mass_rows is None:
+            return self._attend(q, layer, step.attention, {"mass": step.mass, "recall": step.recall})
         mass = torch.zeros(q.shape[:2])
-        out = self._attend(q, layer, step.attention, mass)
+        out = self._attend(q, layer, step.attention, {"mass": mass, "recall": step.recall})
         step.mass.index_add_(0, step.mass_rows, mass)
         return out
 
     def _attend(
-        self, q: torch.Tensor, layer: api.KVLayer, plan: Any, mass: torch.Tensor | None
+        self, q: torch.Tensor, layer: api.KVLayer, plan: Any, summaries: dict[str, Any]
     ) -> torch.Tensor:
+        """``summaries`` are arguments of kernels that read them, and of no others."""
         if not isinstance(plan, TopkStep):
-            if mass is None:
-                return self._kernel.attend(q, layer, plan)[0]
-            return self._kernel.attend(q, layer, plan, mass=mass)[0]
+            return self._kernel.attend(q, layer, plan, **summaries)[0]
         if layer.planes is None:
             if plan.whole is None:
                 plan.whole = fused.plan(plan.meta, self.spec, self.pool)
             if plan.reads is not None:
                 reads.note(plan.reads, q.shape[1], layer.window, None)
-            return fused.attend(q, layer, plan.whole, mass=mass)[0]
+            return fused.attend(q, layer, plan.whole, **summaries)[0]
         out = torch.empty(q.shape)
         if plan.rest is not None:
-            fused.attend(q, layer, plan.rest, out, mass=mass)
+            fused.attend(q, layer, plan.rest, out, **summaries)
         watched = plan.reads is not None
         details = topk_paged.attend(q, layer, plan.topk, out, plan.report, details=watched)
         if plan.reads is not None and details is not None:
             reads.note(plan.reads, q.shape[1], layer.window, details.position)
         return out
+
+
+def _recall(batch: ForwardBatch) -> api.Recall | None:
+    if batch.recall_share is None:
+        return None
+    if batch.history_budget is None or batch.recall_table is None or batch.recall_strides is None:
+        raise ValueError("a recall_share needs a history_budget, a recall_table and recall_strides")
+    return api.Recall(batch.recall_share, batch.recall_table, batch.recall_strides, batch.recall_report)

@@ -150,6 +150,16 @@ NB_MODULE(_native, m) {
         nb::kw_only(), "compact"_a, "num_compact"_a, "value_bits"_a, "operations"_a, "count"_a, "turns"_a, "shape"_a,
         "pool"_a, "isa"_a);
 
+    nb::class_<RecallArgs>(m, "Recall")
+        .def(
+            "__init__",
+            [](RecallArgs* self, double share, uintptr_t table, uintptr_t strides, int64_t max_blocks, int64_t layer,
+               uintptr_t report) {
+                new (self) RecallArgs{share, at<const int64_t>(table), at<const int64_t>(strides), max_blocks, layer,
+                                      at<double>(report)};
+            },
+            nb::kw_only(), "share"_a, "table"_a, "strides"_a, "max_blocks"_a, "layer"_a, "report"_a);
+
     nb::class_<AttentionPlan>(m, "AttentionPlan")
         .def(
             "__init__",
@@ -159,20 +169,22 @@ NB_MODULE(_native, m) {
             },
             nb::kw_only(), "batch"_a, "topk"_a, "shape"_a, "share"_a, "pool"_a, "isa"_a, nb::keep_alive<1, 6>())
         .def_prop_ro("num_tokens", &AttentionPlan::num_tokens)
+        .def_prop_ro("num_seqs", &AttentionPlan::num_seqs)
         .def_prop_ro("scratch_bytes", &AttentionPlan::scratch_bytes)
         .def_prop_ro("keys_read", &AttentionPlan::keys_read)
         .def_prop_ro("isa", [](const AttentionPlan& plan) { return std::string(plan.isa().name); })
         .def(
             "run",
             [](AttentionPlan& plan, uintptr_t q, int64_t q_stride, uintptr_t key, uintptr_t value, int64_t num_blocks,
-               float scale, int64_t window, uintptr_t out, uintptr_t lse, const CompactArgs& compact, uintptr_t mass) {
+               float scale, int64_t window, uintptr_t out, uintptr_t lse, const CompactArgs& compact, uintptr_t mass,
+               const RecallArgs* recall) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value), num_blocks,
-                                      scale, window, at<float>(out), at<float>(lse), compact, at<float>(mass)};
+                                      scale, window, at<float>(out), at<float>(lse), compact, at<float>(mass), recall};
                 nb::gil_scoped_release release;
                 plan.run(layer);
             },
             "q"_a, "q_stride"_a, "key"_a, "value"_a, "num_blocks"_a, "scale"_a, "window"_a, "out"_a, "lse"_a,
-            "compact"_a, "mass"_a);
+            "compact"_a, "mass"_a, "recall"_a.none());
 
     m.def("weight_formats", [] {
         std::vector<std::tuple<std::string, int, int, bool>> formats;

@@ -93,9 +93,11 @@ void PagedBatch::read_summaries(int64_t s, const History& history) {
         if (row[2] < 0) refuse(who(s) + " has a summary in compact block " + std::to_string(row[2]) + ", which is negative");
         blocks[{row[0], row[1]}] = row[2];
     }
-    const auto add = [this](int32_t block, double tokens) {
+    const auto add = [this](int32_t block, const StandsFor& blocks) {
         max_summary = std::max(max_summary, block);
         summary_blocks.push_back(block);
+        stands_for.push_back(blocks);
+        const double tokens = blocks.each == 0 ? 1.0 : double(blocks.each * block_size);
         summary_bias.insert(summary_bias.end(), kGroupBlocks, float(std::log(tokens)));
     };
     const int64_t first = summarised_at(seq.seq_len - seq.q_len), last = summarised_at(seq.seq_len - 1);
@@ -103,13 +105,14 @@ void PagedBatch::read_summaries(int64_t s, const History& history) {
         const std::vector<SummaryUnit> units = summary_layout(number);
         const int count = int(1 + units.size()), unread = int((kGroupBlocks - number % kGroupBlocks) % kGroupBlocks);
         summarised.push_back({int64_t(summary_blocks.size()), count, count * kGroupBlocks - unread});
-        add(compact[size_t(seq.first_compact)], 1.0);
+        add(compact[size_t(seq.first_compact)], {0, 0});
         for (const SummaryUnit& unit : units) {
             const auto found = blocks.find({unit.level, unit.unit});
             if (found == blocks.end())
                 refuse(who(s) + " reads the summary of level " + std::to_string(unit.level) + ", unit " +
                        std::to_string(unit.unit) + ", but summary_table does not hold it");
-            add(found->second, std::ldexp(double(kGroupBlocks), 2 * int(unit.level)));
+            const int64_t each = int64_t(1) << 2 * unit.level;
+            add(found->second, {1 + unit.unit * each * kGroupBlocks, each});
         }
     }
 }

@@ -46,12 +46,19 @@ struct History {
 };
 
 // What the queries of a sequence read that have the same number of blocks summarised: block 0 in compact form, then the
-// summaries, oldest first. In PagedBatch::summary_blocks, and 16 times as far in PagedBatch::summary_bias. Of the last
-// summary's entries only the first may be read: so many keys in all.
+// summaries, oldest first. In PagedBatch::summary_blocks and stands_for, and 16 times as far in PagedBatch::summary_bias.
+// Of the last summary's entries only the first may be read: so many keys in all.
 struct Summarised {
     int64_t first;
     int count;
     int keys;
+};
+
+// The blocks that a summary stands for: entry e for block + e * each to block + (e + 1) * each - 1; each is 0 for block 0
+// itself.
+struct StandsFor {
+    int64_t block;
+    int64_t each;
 };
 
 // A step's integers, checked and copied.
@@ -92,6 +99,7 @@ struct PagedBatch {
     int block_size;
     std::vector<Summarised> summarised;  // of each sequence, one for each number above 0 that a query has
     std::vector<int32_t> summary_blocks;
+    std::vector<StandsFor> stands_for;
     std::vector<float> summary_bias;  // of each key: the logarithm of the tokens that it stands for
 
 private:

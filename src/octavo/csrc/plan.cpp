@@ -189,7 +189,7 @@ void AttentionPlan::divide_work(int64_t window) {
 int64_t AttentionPlan::scratch_floats() const {
     const int64_t rows = max_rows_, d = shape_.head_dim;
     return line_up(rows * d) + line_up(rows * kScoreStride) + line_up(kPanel * d) + line_up(kValueKeys * d) +
-           (2 + (batch_.history_window > 0) + (batch_.budget > 0)) * line_up(partial_floats(max_rows_));
+           (2 + (batch_.history_window > 0) + (batch_.budget > 0)) * line_up(partial_floats(max_rows_)) + recall_floats();
 }
 
 int64_t AttentionPlan::keys_read() const {
@@ -203,8 +203,10 @@ void AttentionPlan::run(const LayerArgs& layer) {
     batch_.check_blocks(layer.num_blocks, layer.compact);
     if (divided_window_ != layer.window) divide_work(layer.window);
     if (items_.empty()) return;
-    if (summaries_ && layer.mass != nullptr)
-        mass_.assign(size_t(batch_.num_tokens * shape_.num_heads), -std::numeric_limits<double>::infinity());
+    const bool watched = summaries_ && (layer.mass != nullptr || layer.recall != nullptr);
+    for (std::vector<double>* each : {&mass_, &peak_})
+        each->assign(size_t(watched ? batch_.num_tokens * shape_.num_heads : 0), -std::numeric_limits<double>::infinity());
+    if (layer.recall != nullptr) check_recall(*layer.recall);
 
     const int threads = pool_.num_threads();
     const int64_t per_thread = scratch_floats();
@@ -219,7 +221,7 @@ void AttentionPlan::run(const LayerArgs& layer) {
         spans_left_[j].store(jobs_[j].span_end - jobs_[j].span_begin, std::memory_order_relaxed);
     pool_.run(int64_t(items_.size()), [&](int thread, int64_t i) {
         run_item(layer, &items_[size_t(i)], memory + thread * per_thread, partials);
-        complete(layer, items_[size_t(i)], partials);
+        complete(layer, items_[size_t(i)], memory + thread * per_thread, partials);
     });
 }
 
@@ -228,6 +230,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
     const Job& lead = jobs_[size_t(parts[0])];
     const Sequence& lead_seq = batch_.seqs[size_t(lead.seq)];
     const int d = shape_.head_dim, rows = item->rows;
+    float* const scratch_end = scratch + scratch_floats();
     auto take = [&scratch](int64_t floats) {
         float* piece = scratch;
         scratch += line_up(floats);
@@ -362,11 +365,11 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             row += job.rows;
         }
     }
-    if (alone) finish(layer, lead, total, summaries);
+    if (alone) finish(layer, lead, scratch_end, total, summaries);
 }
 
 // Whoever computed the last of a job's partials merges them.
-void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* partials) {
+void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* scratch, float* partials) {
     for (int64_t part = 0; part < item.parts; ++part) {
         const int64_t j = parts_[size_t(item.first_part + part)];
         const Job& job = jobs_[size_t(j)];
@@ -379,16 +382,18 @@ void AttentionPlan::complete(const LayerArgs& layer, const Item& item, float* pa
             isa_.merge(job.rows, shape_.head_dim, later, later + job.rows, later + 2 * job.rows, m, m + job.rows,
                        m + 2 * job.rows);
         }
-        finish(layer, job, m, m + (job.span_end - job.span_begin) * stride);
+        finish(layer, job, scratch + scratch_floats(), m, m + (job.span_end - job.span_begin) * stride);
     }
 }
 
 // `spans` is what the partials of its spans give together, `summaries` that of the summaries, where it has them.
-void AttentionPlan::finish(const LayerArgs& layer, const Job& job, float* spans, float* summaries) const {
+void AttentionPlan::finish(const LayerArgs& layer, const Job& job, float* scratch_end, float* spans, float* summaries) {
     const float *m = spans, *l = m + job.rows, *acc = l + job.rows;
     if (job.summarised) {
         isa_.merge(job.rows, shape_.head_dim, m, l, acc, summaries, summaries + job.rows, summaries + 2 * job.rows);
         m = summaries, l = m + job.rows, acc = l + job.rows;
+        for (int r = 0; layer.recall != nullptr && r < job.rows; ++r)
+            recall_row(layer, job, r, scratch_end - recall_floats(), spans, summaries);
     }
     for (int r = 0; r < job.rows; ++r) {
         const int64_t index = row_index(job, r);

@@ -27,6 +27,18 @@ struct Shape {
     bool half;  // K and V are float16
 };
 
+// Tokens behind summaries that rows ask for. An entry whose share of a row's softmax is above `share` is read as its
+// blocks, where all of them are there: as addresses of layer 0's key and value records, 0 where a block is not, and bytes
+// from one layer to the next, each [num_seqs, max_blocks, 2].
+struct RecallArgs {
+    double share;
+    const int64_t* table;
+    const int64_t* strides;
+    int64_t max_blocks;
+    int64_t layer;
+    double* report;  // [num_seqs, 2], to which entries that were recalled and entries that were not there are added
+};
+
 // One layer's tensors. q and out: [num_tokens, num_heads, head_dim], a token's heads contiguous,
 // tokens q_stride elements apart (out is dense). key and value: [num_blocks, num_kv_heads,
 // block_size, head_dim], dense. lse: [num_tokens, num_heads], or nullptr.
@@ -43,6 +55,7 @@ struct LayerArgs {
     CompactArgs compact = {};
     // [num_tokens, num_heads], to which is added how much of each row's softmax fell on summaries; or nullptr.
     float* mass = nullptr;
+    const RecallArgs* recall = nullptr;
 };
 
 class AttentionPlan {
@@ -55,6 +68,7 @@ public:
     void run(const LayerArgs& layer);
 
     int64_t num_tokens() const { return batch_.num_tokens; }
+    int64_t num_seqs() const { return int64_t(batch_.seqs.size()); }
     const Isa& isa() const { return isa_; }
     // Memory that the plan holds for its layers, once one has run.
     int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }
@@ -94,12 +108,16 @@ private:
     void add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end);
     bool keep_partials(Job* job);
     void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials);
-    void complete(const LayerArgs& layer, const Item& item, float* partials);
-    void finish(const LayerArgs& layer, const Job& job, float* spans, float* summaries) const;
+    void complete(const LayerArgs& layer, const Item& item, float* scratch, float* partials);
+    void finish(const LayerArgs& layer, const Job& job, float* scratch_end, float* spans, float* summaries);
+    void recall_row(const LayerArgs& layer, const Job& job, int row, float* scratch, const float* spans, float* result);
+    void check_recall(const RecallArgs& recall) const;
     int64_t run_summaries(const Job& job, const int64_t* num_summarised, SpanTask task, float* partial);
+    static void note_weights(const SpanTask& task, int row, int first, int end, double* mass, double* peak);
     int64_t row_index(const Job& job, int row) const;
     int64_t partial_floats(int rows) const { return int64_t(rows) * (shape_.head_dim + 2); }
     int64_t scratch_floats() const;
+    int64_t recall_floats() const;
     std::vector<int32_t> identity(const Sequence& seq) const;
 
     PagedBatch batch_;
@@ -126,7 +144,9 @@ private:
     int64_t partials_size_ = 0;
     std::unique_ptr<float[]> memory_;
     int64_t memory_size_ = 0;
-    std::vector<double> mass_;  // of each row: log of the sum of exp(score) over its summaries
+    // Of each row: log of the sum of exp(score) over its summaries, and the largest score; empty where nobody asks.
+    std::vector<double> mass_, peak_;
+    std::mutex report_;
 };
 
 // Scatters rows of k and v ([num_tokens, num_kv_heads, head_dim], tokens k_stride and v_stride elements apart)

@@ -12,6 +12,21 @@
 
 namespace octavo {
 
+// Adds a row's keys [first, end) to *mass, the log of the sum of exp(score), and *peak, the largest score. Their weights
+// lie where the scores were.
+void AttentionPlan::note_weights(const SpanTask& task, int row, int first, int end, double* mass, double* peak) {
+    const float* weight = task.scores + row * kScoreStride;
+    double sum = 0.0, most = 0.0;
+    for (int j = first; j < end; ++j) {
+        sum += weight[j];
+        most = std::max(most, double(weight[j]));
+    }
+    if (sum == 0.0) return;
+    const double more = double(task.m[row]) + std::log(sum);
+    *mass = std::max(*mass, more) + std::log1p(std::exp(-std::fabs(*mass - more)));
+    *peak = std::max(*peak, double(task.m[row]) + std::log(most));
+}
+
 // Gives rows with num_summarised[row] > 0 the partial of their summaries, and others an empty one: m, l and acc one after the
 // other. `task` has the layer's compact history, and memory of its own for the partials of 256 keys each. Returns how
 // many keys were read.
@@ -39,13 +54,8 @@ int64_t AttentionPlan::run_summaries(const Job& job, const int64_t* num_summaris
             isa_.span(task);
             isa_.merge(job.rows, shape_.head_dim, task.m, task.l, task.acc, m, l, acc);
             for (int r = begin; r < end && !mass_.empty(); ++r) {
-                // The weights lie where the scores were. Block 0 is no summary.
-                double sum = 0.0;
-                for (int j = block == 0 ? kGroupBlocks : 0; j < keys; ++j) sum += task.scores[r * kScoreStride + j];
-                if (sum == 0.0) continue;
-                double& mass = mass_[size_t(row_index(job, r))];
-                const double more = double(task.m[r]) + std::log(sum);
-                mass = std::max(mass, more) + std::log1p(std::exp(-std::fabs(mass - more)));
+                const int64_t index = row_index(job, r);
+                note_weights(task, r, block == 0 ? kGroupBlocks : 0, keys, &mass_[size_t(index)], &peak_[size_t(index)]);
             }
             keys_read += keys;
         }

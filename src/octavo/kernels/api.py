@@ -104,6 +104,24 @@ class CompactKV(NamedTuple):
     bounds: torch.Tensor | None = None
 
 
+class Recall(NamedTuple):
+    """Tokens behind summaries that a step may read again.
+
+    An entry of a summary whose share of a row's softmax is above ``share`` is read as the compact blocks that
+    it stands for, where all of them are there. ``table`` [num_seqs, max_blocks, 2] int64 holds addresses of
+    layer 0's key records and value records of each block, [num_kv_heads, record bytes] each, 0 where a block
+    is not there; ``strides`` the bytes from one layer to the next. Entries that were recalled, and entries
+    above the share that were not there, are added to ``report`` [num_seqs, 2] float64. A row's decision is
+    that of its own scores with all summaries, and its result is merged in the order: what is left of the
+    summaries, the recalled keys in order of position, everything else.
+    """
+
+    share: float
+    table: torch.Tensor
+    strides: torch.Tensor
+    report: torch.Tensor | None = None
+
+
 class KVLayer(NamedTuple):
     """One layer's cache and constants.
 
@@ -112,7 +130,7 @@ class KVLayer(NamedTuple):
     max(0, p - window + 1) .. p) or None. ``planes`` is what top-k attention keeps beside K and V
     (see ``octavo.kernels.topk_paged``), None in a layer that is dense for everybody.
     ``compact`` is its compact history, None where there is none. ``turns`` are those of
-    ``octavo.kernels.compact.summarise``.
+    ``octavo.kernels.compact.summarise``. ``layer`` is its number, for ``Recall``.
     """
 
     key: torch.Tensor
@@ -122,6 +140,7 @@ class KVLayer(NamedTuple):
     planes: TopkPlanes | None = None
     compact: CompactKV | None = None
     turns: torch.Tensor | None = None
+    layer: int = 0
 
 
 class Kernel(Protocol):
@@ -140,14 +159,21 @@ class Kernel(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, kv: KVLayer, plan: Any, *, mass: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        kv: KVLayer,
+        plan: Any,
+        *,
+        mass: torch.Tensor | None = None,
+        recall: Recall | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention by absolute position through the block table.
 
         ``q`` is [num_tokens, num_heads, head_dim] float32. Returns ``out`` of the same shape and, if
         the spec asked for it, ``lse`` [num_tokens, num_heads] float32: the log-sum-exp of the scaled
         scores over the visible keys (else None). To ``mass`` [num_tokens, num_heads] float32 is added the
-        share of each row's softmax that fell on summaries; only kernels that read compact history take it.
+        share of each row's softmax that fell on summaries (that were not recalled). Only kernels that read
+        compact history take ``mass`` and ``recall``.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.kernels import paged_checks as checks
-from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer
+from octavo.kernels.api import AttentionMeta, AttentionSpec, KVLayer, Recall
 from octavo.kernels.native import ThreadPool, _native
 
 NAME = "octavo::fused_attention"
@@ -67,6 +67,7 @@ def attend(
     out: torch.Tensor | None = None,
     *,
     mass: torch.Tensor | None = None,
+    recall: Recall | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``octavo.kernels.api.Kernel.attend``.
 
@@ -99,6 +100,7 @@ def attend(
         lse.data_ptr() if lse is not None else 0,
         checks.compact_layer(kv, history_window, spec),
         mass.data_ptr() if mass is not None else 0,
+        checks.recall(recall, kv, native.num_seqs) if recall is not None else None,
     )
     # Outside a profile even an idle record_function costs more than the call itself.
     if torch.autograd.profiler._is_profiler_enabled:

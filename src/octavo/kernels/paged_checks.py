@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer
+from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, Recall
 from octavo.kernels.native import _native
 
 KV_DTYPES = (torch.float32, torch.float16)
@@ -128,6 +128,31 @@ def compact_layer(kv: KVLayer, history_window: int | None, spec: AttentionSpec) 
         planes=[0 if x is None else x.data_ptr() for x in kv.compact],
         num_blocks=kv.compact.key.shape[0],
         value_bits=spec.value_bits,
+    )
+
+
+def recall(recall: Recall, kv: KVLayer, num_seqs: int) -> _native.Recall:
+    """What a layer may recall, for a native plan."""
+    share, table, strides, report = recall
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"recall_share must lie between 0 and 1, got {share}")
+    blocks = table.shape[1] if table.dim() == 3 else 0
+    for name, x in (("recall_table", table), ("recall_strides", strides)):
+        if x.dtype != torch.int64 or x.shape != (num_seqs, blocks, 2) or not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be [{num_seqs}, max_blocks, 2] int64, contiguous; got {describe(x)}"
+            )
+    if report is not None and (
+        report.dtype != torch.float64 or report.shape != (num_seqs, 2) or not report.is_contiguous()
+    ):
+        raise ValueError(f"recall_report must be [{num_seqs}, 2] float64, contiguous; got {describe(report)}")
+    return _native.Recall(
+        share=share,
+        table=table.data_ptr(),
+        strides=strides.data_ptr(),
+        max_blocks=blocks,
+        layer=kv.layer,
+        report=report.data_ptr() if report is not None else 0,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import NamedTuple
 
 import torch
 
-from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, num_compact_blocks
+from octavo.kernels.api import AttentionMeta, AttentionSpec, CompactKV, KVLayer, Recall, num_compact_blocks
 from octavo.kernels.history_layout import GROUP, first_kept, layout, num_summarised, tokens_of
 from octavo.kernels.native import ThreadPool
 
@@ -23,7 +24,12 @@ def plan(meta: AttentionMeta, spec: AttentionSpec, pool: ThreadPool) -> Attentio
 
 
 def attend(
-    q: torch.Tensor, kv: KVLayer, plan: AttentionMeta, *, mass: torch.Tensor | None = None
+    q: torch.Tensor,
+    kv: KVLayer,
+    plan: AttentionMeta,
+    *,
+    mass: torch.Tensor | None = None,
+    recall: Recall | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``octavo.kernels.api.Kernel.attend``; always returns the lse."""
     out = torch.empty_like(q)
@@ -35,6 +41,8 @@ def attend(
             position = seq_len - (starts[s + 1] - row)
             k, v, bias = history.read(position)
             scores = torch.einsum("hd,hnd->hn", q[row].float(), k) * kv.scale + bias
+            if recall is not None and (bias > 0).any():
+                scores, k, v, bias = history.recall(recall, position, q[row], (scores, k, v, bias))
             lse[row] = torch.logsumexp(scores, dim=-1)
             weights = torch.softmax(scores, dim=-1)
             out[row] = torch.einsum("hn,hnd->hd", weights, v)
@@ -88,6 +96,62 @@ class _Sequence:
             )
         )
         return k, v, torch.cat([bias, torch.zeros(k.shape[1] - len(bias))])
+
+    def recall(
+        self, recall: Recall, position: int, q: torch.Tensor, read: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Scores, keys, values and biases of :meth:`read` with what the heads recall.
+
+        ``q`` ``[heads, head_dim]``. A score is -inf where its head does not read the key.
+        """
+        scores, k, v, bias = read
+        shares = torch.softmax(scores, dim=-1)
+        replaced = torch.zeros_like(scores, dtype=torch.bool)
+        more: dict[int, list[int]] = {}  # block -> heads
+        first = self.block_size  # behind block 0
+        number = self._num_summarised(position)
+        for level, unit in layout(number):
+            for entry in range(GROUP):
+                each = tokens_of(level) // self.block_size
+                start = 1 + (GROUP * unit + entry) * each
+                if start > number:
+                    break
+                heads = torch.nonzero(shares[:, first] > recall.share)[:, 0].tolist()
+                there = bool((recall.table[self.s, start : start + each] != 0).all())
+                if recall.report is not None:
+                    recall.report[self.s, 0 if there else 1] += len(heads)
+                if there:
+                    replaced[heads, first] = True
+                    for block in range(start, start + each):
+                        more.setdefault(block, []).extend(heads)
+                first += 1
+        keys, values, masks = [k], [v], [torch.where(replaced, -math.inf, 0.0)]
+        for block, heads in more.items():
+            if heads:
+                key, value = self._recalled(recall, block)
+                keys.append(key)
+                values.append(value)
+                mask = torch.full((len(scores), self.block_size), -math.inf)
+                mask[heads] = 0.0
+                masks.append(mask)
+        k, v = torch.cat(keys, 1), torch.cat(values, 1)
+        bias = torch.cat([bias, torch.zeros(k.shape[1] - len(bias))])
+        scores = torch.einsum("hd,hnd->hn", q.float(), k) * self.kv.scale + bias + torch.cat(masks, 1)
+        return scores, k, v, bias
+
+    def _recalled(self, recall: Recall, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a block from the addresses of its records."""
+        assert self.kv.compact is not None
+        records = []
+        for which, like in enumerate(self.kv.compact[:2]):
+            assert like is not None
+            address = int(recall.table[self.s, block, which])
+            address += self.kv.layer * int(recall.strides[self.s, block, which])
+            data = bytearray(ctypes.string_at(address, like[0].numel()))
+            records.append(torch.frombuffer(data, dtype=torch.uint8).view(1, *like.shape[1:]))
+        both = expand_compact(CompactKV(*records), torch.zeros(1, dtype=torch.long), self.empty.shape[-1])
+        key, value = (x.repeat_interleave(self.group, 0) for x in both)
+        return key, value
 
     def _num_summarised(self, position: int) -> int:
         """How many blocks are read as summaries."""

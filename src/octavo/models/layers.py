@@ -165,6 +165,7 @@ class Attention(nn.Module):
             step.kv_cache.layer_planes(self.layer),
             step.kv_cache.layer_compact(self.layer),
             step.turns[self.layer],
+            self.layer,
         )
         out = step.attention.run(qk[:, : self.num_heads], kv, step.plan)
         projected: torch.Tensor = self.o_proj(out.reshape(-1, self.num_heads * self.head_dim))

@@ -80,6 +80,7 @@ class NativeDecoder:
                 kv_cache.layer_planes(i),
                 kv_cache.layer_compact(i),
                 table.turns() if table is not None and batch.turns_keys else None,
+                i,
             )
             for i, table in enumerate(self._tables)
         ]
