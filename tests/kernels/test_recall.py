@@ -187,7 +187,7 @@ def test_it_names_what_is_wrong() -> None:
         (recall._replace(strides=recall.strides.int()), "recall_strides must be"),
         (recall._replace(strides=recall.strides[..., 0]), "recall_strides must be"),
         (recall._replace(report=recall.report.float()), "recall_report must be"),
-        (recall._replace(table=short, strides=short), "sequence 0 has 97 blocks that may be recalled"),
+        (recall._replace(table=short, strides=short), "sequence 0 has 96 blocks that may be recalled"),
     ):
         with pytest.raises(ValueError, match=message):
             attend(paged, wrong)
