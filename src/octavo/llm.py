@@ -76,6 +76,8 @@ class LLM:
         history_budget: caps what a conversation has of blocks, in tokens or bytes ("64k", "1GiB"); beyond it
             its oldest compact blocks are read as summaries, and answers get worse the more they need of
             these. ``RequestOutput.history`` says how much attention fell on them. Needs compact history.
+        history_recall: a summary that draws more than this share of a query's attention, above 0 and at most
+            1, is read as the blocks that it stands for, from memory or ``cache_dir``, where they are there.
         num_threads: CPU threads; by default the CPUs that the process may use.
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.
@@ -119,6 +121,7 @@ class LLM:
         history_values: str = "int8",
         history_tokens: int | None = None,
         history_budget: str | int | None = None,
+        history_recall: float | None = None,
         num_threads: int | None = None,
         seed: int | None = None,
         device: str = "cpu",
@@ -147,6 +150,7 @@ class LLM:
                 history_values=history_values,
                 history_tokens=history_tokens,
                 history_budget=history_budget,
+                history_recall=history_recall,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,

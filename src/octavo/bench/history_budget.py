@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from octavo.bench.topk_policies import BUDGETS, DENSE, WINDOW, Lab, Policy
 from octavo.bench.topk_quality import Scored, passes, score, step_tokens
 from octavo.config import CacheConfig, EngineConfig, ModelConfig
@@ -119,19 +117,3 @@ def _row(
         "change_stderr": None if spread is None else 100 * spread / math.sqrt(len(change)),
         "summary_mass": statistics.fmean(mass) if mass else None,
     }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line for each policy and length."""
-    made = Table("policy", "window", "keeps", "perplexity", "change", "mass on summaries")
-    for row in rows:
-        error, mass = row["change_stderr"], row["summary_mass"]
-        made.add_row(
-            row["policy"],
-            f"{row['length']:,}",
-            "all" if row["tokens"] is None else f"{row['tokens']:,}",
-            f"{row['perplexity']:.3f}",
-            f"{row['change_percent']:+.2f}%" + ("" if error is None else f" ± {error:.2f}"),
-            "" if mass is None else f"{mass:.3f}",
-        )
-    return made

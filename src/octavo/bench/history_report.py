@@ -17,6 +17,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         made += _turns(result["turns"])
     if "quality" in result:
         made += _quality(result["quality"])
+    if "budget" in result:
+        made += [_budget(row) for row in result["budget"]["rows"] if row["share"]]
     if "restart" in result:
         row = result["restart"]
         warm, cold = (row[name]["first_token_s"]["median"] for name in ("from_disk", "computed_again"))
@@ -40,6 +42,14 @@ def lines(result: dict[str, Any]) -> list[str]:
             f"{len(row['faults'])} faults"
         )
     return made
+
+
+def _budget(row: dict[str, Any]) -> str:
+    error = row["change_stderr"]
+    return (
+        f"{row['policy']}, {row['tokens']:,} of {row['length']:,} tokens: perplexity "
+        f"{row['change_percent']:+.2f}%" + ("" if error is None else f" ± {error:.2f}")
+    )
 
 
 def _met(row: dict[str, Any]) -> str:

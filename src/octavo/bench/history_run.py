@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.bench import (
     history,
+    history_budget,
     history_host,
     history_memory,
     history_pressure,
@@ -24,7 +25,7 @@ from octavo.engine.resources import usable_cpus
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
 
-SECTIONS = ("memory", "host", "turns", "quality", "restart", "kills", "pressure")
+SECTIONS = ("memory", "host", "turns", "quality", "budget", "restart", "kills", "pressure")
 
 Section = dict[str, Any]
 
@@ -186,6 +187,21 @@ def _quality(
     )
 
 
+def _budget(
+    settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
+) -> Section:
+    quality = settings.quality
+    return history_budget.run(
+        settings.model,
+        settings.text,
+        quality.windows,
+        quality.tokens,
+        threads=settings.threads,
+        report=report,
+        save=save,
+    )
+
+
 def _restart(
     settings: Settings, found: Section, report: Callable[[str], None], save: Callable[[Section], None]
 ) -> Section:
@@ -231,6 +247,7 @@ _RUN: dict[str, Callable[[Settings, Section, Callable[[str], None], Callable[[Se
     "host": _host,
     "turns": _turns,
     "quality": _quality,
+    "budget": _budget,
     "restart": _restart,
     "kills": _kills,
     "pressure": _pressure,

@@ -41,12 +41,14 @@ MODES: dict[str, dict[str, Any]] = {
 HISTORIES: dict[str, dict[str, Any]] = {
     f"compact-{values}": {"history": "compact", "history_values": values} for values in HISTORY_VALUES
 }
-#: Tokens that are read as stored where history has a budget.
-WINDOW = 128
+#: Tokens that are read as stored where history has a budget, and the share of a row's mass from which on a
+#: summary is recalled.
+WINDOW, RECALL = 128, 0.005
 #: By name: what a mode sets of the cache beside its budget.
 BUDGETS: dict[str, dict[str, Any]] = {
     "budget": {},
     "budget, plain means": {"history_mean": "plain"},
+    "budget, recall": {"history_recall": RECALL},
 }
 #: By name: the first tokens that are kept beside the recent ones.
 BANDS = {"streaming": 4, "window": 0}

@@ -37,6 +37,14 @@ class PlaneSet(NamedTuple):
 NO_PLANES = PlaneSet()
 
 
+class Place(NamedTuple):
+    """An address or offset of block 0 in layer 0, and bytes from one block and from one layer to the next."""
+
+    start: int
+    block: int
+    layer: int
+
+
 class KVCache:
     """K and V of every layer, in blocks.
 
@@ -132,6 +140,19 @@ class KVCache:
             None if bounds is None or own is None else bounds[own],
         )
 
+    def compact_places(self) -> tuple[Place, Place]:
+        """Where the keys and the values of compact blocks lie in memory."""
+        assert self.compact is not None
+        key, value = self.compact[:2]
+        return _place(key), _place(value)
+
+    def compact_row_places(self) -> tuple[Place, Place]:
+        """Where they lie within the rows of one block that :meth:`read_compact` gives."""
+        key, value = self.compact_places()
+        num_blocks = self._compact_parts[0].shape[1]
+        layers = len(self._layers)
+        return Place(0, 0, key.layer // num_blocks), Place(layers * key.block, 0, value.layer // num_blocks)
+
     @property
     def plane_bytes(self) -> int:
         """Bytes of all planes."""
@@ -174,6 +195,10 @@ class KVCache:
     def write_compact(self, block: int, rows: memoryview) -> None:
         """Fill a compact block with what :meth:`read_compact` gave for one."""
         _write(self._compact_parts, block, rows)
+
+
+def _place(part: torch.Tensor) -> Place:
+    return Place(part.data_ptr(), part[0, 0].nbytes, part[0].nbytes)
 
 
 def _read(parts: list[torch.Tensor], block: int) -> memoryview:

@@ -38,7 +38,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
         str,
         typer.Option(
             metavar="NAMES",
-            help="Which to run: memory, host, turns, quality, restart, kills, pressure.",
+            help="Which to run: memory, host, turns, quality, budget, restart, kills, pressure.",
         ),
     ] = "memory,host,turns,restart",
     lengths: Annotated[
@@ -63,6 +63,7 @@ def history(  # noqa: PLR0913  (each argument is an option of the command)
 
     memory: how many conversations a pool holds with exact and compact history. host: the work of a turn
     beside the model. turns: the time of the next turn. quality: perplexity and a sentence to be found again.
+    budget: perplexity where the oldest history is read as summaries.
     restart: the next turn after kill -9, from disk and computed again. kills: a server that is killed while
     it writes. pressure: a pool that holds a quarter of the live history. The last three run a server with
     --history, --kv-dtype and, but for pressure, --kv-cache-memory.

@@ -216,6 +216,13 @@ HistoryValues = Annotated[
 HistoryBudget = Annotated[
     str | None, typer.Option(metavar="LENGTH|SIZE", help=HISTORY_BUDGET_HELP, rich_help_panel=ENGINE)
 ]
+HISTORY_RECALL_HELP = (
+    "With --history-budget: a summary that draws more than this share of a query's attention is read as the "
+    "blocks that it stands for, such as 0.01."
+)
+HistoryRecall = Annotated[
+    float | None, typer.Option(metavar="SHARE", help=HISTORY_RECALL_HELP, rich_help_panel=ENGINE)
+]
 Temperature = Annotated[
     float, typer.Option(help="0 always takes the most probable token.", rich_help_panel=SAMPLING)
 ]

@@ -125,6 +125,7 @@ def _load(values: dict[str, Any]) -> Engine | EncoderEngine:
                 history_values=values["history_values"],
                 history_tokens=values["history_tokens"],
                 history_budget=values["history_budget"],
+                history_recall=values["history_recall"],
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=values["max_num_seqs"],

@@ -233,6 +233,7 @@ SETTINGS = (
         _length,
     ),
     Setting("history_budget", str | None, None, opt.HISTORY_BUDGET_HELP, HISTORY, "LENGTH|SIZE"),
+    Setting("history_recall", float | None, None, opt.HISTORY_RECALL_HELP, HISTORY, "SHARE"),
     Setting("prefix_caching", bool, True, "Reuse the K and V of prompts that start alike.", PREFIXES),
     Setting(
         "cache_dir",

@@ -228,6 +228,7 @@ def assemble(
         prefix_cache=cache.enable_prefix_caching,
         fingerprint=fingerprint,
         disk=disk,
+        recalls=cache.history_recall is not None,
     )
     runner = Runner(
         loaded.decoder,
@@ -436,6 +437,16 @@ def _check_budget(cache: CacheConfig) -> None:
         raise ValueError(f"history_budget needs a block_size of {GROUP}, got {cache.block_size}")
 
 
+def _check_recall(cache: CacheConfig) -> None:
+    share = cache.history_recall
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ValueError(f"history_recall must be a share above 0, at most 1, got {share!r:.100}")
+    if cache.history_budget is None:
+        raise ValueError("history_recall needs history_budget: only summaries are recalled")
+
+
 def _check_history(cache: CacheConfig) -> None:
     if cache.history not in HISTORIES:
         raise ValueError(f"history must be one of {', '.join(HISTORIES)}, got {cache.history!r:.100}")
@@ -452,6 +463,7 @@ def _check_history(cache: CacheConfig) -> None:
         raise ValueError(f"history_mean must be one of {allowed}, got {cache.history_mean!r:.100}")
     if cache.history_budget is not None:
         _check_budget(cache)
+    _check_recall(cache)
     step = max(cache.block_size, RECORD_KEYS)
     if cache.history != "compact":
         return

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from octavo.batch import ForwardBatch, HistoryMean
+from octavo.cache.kv_cache import KVCache
 from octavo.config import CacheConfig, ModelConfig
 from octavo.engine.step import ScheduledRequest
 from octavo.kernels.api import num_compact_blocks
@@ -18,6 +19,15 @@ from octavo.request import HistoryReport
 
 #: In a row of the table of summaries that names none.
 NO_SUMMARY = (-1, 0, 0)
+
+
+class RecallTensors(TypedDict, total=False):
+    """Fields of ``ForwardBatch``."""
+
+    recall_share: float | None
+    recall_table: torch.Tensor
+    recall_strides: torch.Tensor
+    recall_report: torch.Tensor
 
 
 class HistoryTensors(TypedDict, total=False):
@@ -43,6 +53,7 @@ class History:
     mean: HistoryMean = "centre"
     num_heads: int = 0
     num_layers: int = 0  # that see so far
+    recall: float | None = None
 
     @classmethod
     def of(cls, cache: CacheConfig, model: ModelConfig) -> History | None:
@@ -53,7 +64,15 @@ class History:
         assert budget is None or isinstance(budget, int)
         layers = sum(model.window(layer) is None for layer in range(model.num_layers))
         mean: HistoryMean = "plain" if cache.history_mean == "plain" else "centre"
-        return cls(cache.block_size, cache.compact_window, budget, mean, model.num_heads, layers)
+        return cls(
+            cache.block_size,
+            cache.compact_window,
+            budget,
+            mean,
+            model.num_heads,
+            layers,
+            cache.history_recall,
+        )
 
     def of_step(self, scheduled: Sequence[ScheduledRequest], device: str) -> HistoryTensors:
         last = [share.start + share.num_tokens - 1 for share in scheduled]
@@ -94,6 +113,31 @@ class History:
             "summary_mass": torch.zeros(num_tokens, self.num_heads) if reads_any else None,
         }
 
+    def recalled(self, scheduled: Sequence[ScheduledRequest], kv_cache: KVCache) -> RecallTensors:
+        """Where the compact forms of summarised blocks are; nothing where a step reads no summaries."""
+        longest = max(len(share.recallable) for share in scheduled)
+        if longest == 0:
+            return {}
+        table, strides = (np.zeros((len(scheduled), longest + 1, 2), dtype=np.int64) for _ in range(2))
+        in_memory, on_disk = kv_cache.compact_places(), kv_cache.compact_row_places()
+        for s, share in enumerate(scheduled):
+            for index, there in enumerate(share.recallable, start=1):
+                if there is None:
+                    continue
+                if isinstance(there, int):
+                    table[s, index] = [place.start + there * place.block for place in in_memory]
+                    strides[s, index] = [place.layer for place in in_memory]
+                else:
+                    start = np.frombuffer(there, dtype=np.uint8).ctypes.data
+                    table[s, index] = [start + place.start for place in on_disk]
+                    strides[s, index] = [place.layer for place in on_disk]
+        return {
+            "recall_share": self.recall,
+            "recall_table": torch.from_numpy(table),
+            "recall_strides": torch.from_numpy(strides),
+            "recall_report": torch.zeros(len(scheduled), 2, dtype=torch.float64),
+        }
+
     def _reads_summaries(self, share: ScheduledRequest) -> bool:
         """Whether the share's last token does."""
         return self._first_summarised(share) < share.num_tokens
@@ -112,10 +156,18 @@ class History:
             return {}
         mass = batch.summary_mass.numpy(force=True).mean(axis=1) / self.num_layers
         reports = {}
-        for share, row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
+        recalled = np.zeros((len(scheduled), 2), dtype=np.int64)
+        if batch.recall_report is not None:
+            recalled = batch.recall_report.numpy().astype(np.int64)
+        rows = batch.cu_seqlens_q.tolist()[:-1]
+        for share, row, counts in zip(scheduled, rows, recalled.tolist(), strict=True):
             own = mass[row + self._first_summarised(share) : row + share.num_tokens]
             if len(own):
                 reports[share.request.id] = HistoryReport(
-                    rows=len(own), mean_mass=float(own.mean()), worst_mass=float(own.max())
+                    rows=len(own),
+                    mean_mass=float(own.mean()),
+                    worst_mass=float(own.max()),
+                    recalled=counts[0],
+                    not_there=counts[1],
                 )
         return reports

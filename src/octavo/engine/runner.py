@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -129,6 +129,8 @@ class Runner:
         result = StepResult()
         sampling = [s for s in scheduled if s.samples]
         batch = build(scheduled, self.kv_cache.block_size, self.device, self.history)
+        if self.history is not None and self.history.recall is not None:
+            batch = replace(batch, **self.history.recalled(scheduled, self.kv_cache))
         hidden = self.model.forward(batch, self.kv_cache, self.attention)
         _find_non_finite(hidden, scheduled, result)
         if batch.attn_report is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING
 
-from octavo.cache.chain import Match, sha256
+from octavo.cache.chain import NO_BLOCK, Match, sha256
 from octavo.cache.explain import explain
 from octavo.cache.prefix_cache import PrefixCache
 from octavo.config import SchedulerConfig
@@ -62,6 +63,7 @@ class Scheduler:
         fingerprint: str = "",
         hash_function: Callable[[bytes], bytes] = sha256,
         disk: DiskCache | None = None,
+        recalls: bool = False,
     ) -> None:
         if config.max_model_len is None:
             raise ValueError("max_model_len must be resolved before a scheduler is made")
@@ -84,6 +86,7 @@ class Scheduler:
         )
         self._blocks = Blocks(shape, new_cache)
         self._disk = disk
+        self._recalls = recalls
         self._entries: dict[int, Entry] = {}
         self._running: list[Entry] = []  # in order of service
         self._waiting = WaitingQueue()
@@ -193,13 +196,31 @@ class Scheduler:
             if step.budget and entry.request.status is Status.RUNNING:
                 self._schedule_share(entry, step)
         self._admit(step)
-        output = SchedulerOutput(
-            tuple(step.scheduled.values()), tuple(step.copies), tuple(step.preempted.values())
-        )
+        scheduled = list(step.scheduled.values())
+        if self._recalls:  # once nothing is given up any more
+            scheduled = [replace(share, recallable=self._recallable(share)) for share in scheduled]
+        output = SchedulerOutput(tuple(scheduled), tuple(step.copies), tuple(step.preempted.values()))
         self._scheduled_tokens += sum(share.num_tokens for share in output.scheduled)
         if output.scheduled:
             self._under_way = output
         return output
+
+    def _recallable(self, share: ScheduledRequest) -> tuple[int | memoryview | None, ...]:
+        count = self._blocks.shape.summarised(share.start + share.num_tokens - 1)
+        if not count:
+            return ()
+        chain, table = self._entries[share.request.id].chain, share.request.compact_table
+        found: list[int | memoryview | None] = []
+        for index in range(1, 1 + count):
+            compact = table[index]  # which the step may be about to fill
+            if compact == NO_BLOCK and index < len(chain.path):
+                compact = chain.path[index].compact
+            there: int | memoryview | None = compact if compact != NO_BLOCK else None
+            if there is None and self._disk is not None and index < len(chain.digests):
+                root = self._blocks.cache.root_digest(chain)
+                there = self._disk.fetch(root, chain.digests, chain.packed, index, compact=True)
+            found.append(there)
+        return tuple(found)
 
     def update(self, output: SchedulerOutput, sampled: Mapping[int, int]) -> list[Request]:
         """Take in what a step computed; returns the requests that it finished.

@@ -50,6 +50,9 @@ class ScheduledRequest:
     num_tokens: int
     compactions: tuple[tuple[int, int], ...] = ()
     summaries: tuple[SummaryMade, ...] = ()
+    #: Of each block that its last token reads in a summary, where its compact form is: a compact block, rows
+    #: on disk, or None. Empty where nothing is recalled.
+    recallable: tuple[int | memoryview | None, ...] = ()
 
     @property
     def samples(self) -> bool:
