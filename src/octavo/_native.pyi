@@ -122,6 +122,23 @@ def linear(
     isa: str,
 ) -> None: ...
 
+class LayerCache:
+    """Where one layer's K and V lie, and its constants; see ``csrc/layer.h``. Holds addresses."""
+
+    def __init__(self, *, key: int, value: int, scale: float, window: int, compact: CompactLayer) -> None: ...
+
+def run_layers(
+    *,
+    layers: list[Layer],
+    caches: list[LayerCache],
+    ropes: list[int],
+    step: Step,
+    plan: AttentionPlan,
+    attention: int,
+    workspace: Workspace,
+    pool: ThreadPool,
+) -> None: ...
+
 class Workspace:
     """Memory that only grows, for what lives within one call."""
 

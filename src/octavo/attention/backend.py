@@ -108,6 +108,12 @@ class AttentionBackend:
         if compactions is not None:
             compact.seal(layer, compactions, self.pool)
 
+    def one_pass(self, step: Step) -> fused.Plan | None:
+        """The native plan of a step whose layers may run in one native pass: dense for everybody, and with
+        nothing to make compact between two layers. None for any other."""
+        plan = step.attention
+        return plan if isinstance(plan, fused.Plan) and step.compactions is None else None
+
     def run(self, q: torch.Tensor, layer: api.KVLayer, step: Step) -> torch.Tensor:
         """Attention of one layer, after the step's compactions there.
 

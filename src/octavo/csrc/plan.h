@@ -24,6 +24,11 @@ struct Shape {
     int head_dim;
     int block_size;
     bool half;  // K and V are float16
+
+    bool operator==(const Shape& other) const {
+        return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
+               block_size == other.block_size && half == other.half;
+    }
 };
 
 // The layer's compact history, records of compact_rows.h: key and value [num_blocks, num_kv_heads, block_size / 16].
@@ -100,6 +105,7 @@ public:
     void run(const LayerArgs& layer);
 
     int64_t num_tokens() const { return batch_.num_tokens; }
+    const Shape& shape() const { return shape_; }
     const Isa& isa() const { return isa_; }
     // Memory that the plan holds for its layers, once one has run.
     int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }

@@ -86,7 +86,7 @@ def attend(
         kv.window or 0,
         out.data_ptr(),
         lse.data_ptr() if lse is not None else 0,
-        checks.compact_layer(kv, history_window, spec),
+        checks.compact_of_step(kv, history_window, spec),
     )
     # Outside a profile even an idle record_function costs more than the call itself.
     if torch.autograd.profiler._is_profiler_enabled:
