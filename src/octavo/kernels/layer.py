@@ -219,8 +219,9 @@ def logits(
     """
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != head.inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [rows, {head.inputs}] float32, each row contiguous, got {list(x.shape)}")
-    _check_ints("rows", rows, len(rows))
-    out = torch.empty(len(rows), head.outputs)
+    count = rows.shape[0]
+    _check_ints("rows", rows, count)
+    out = torch.empty(count, head.outputs)
     _native.logits(
         norm=norm.native(),
         head=head.weights[0],
@@ -228,7 +229,7 @@ def logits(
         x_stride=x.stride(0),
         x_rows=x.shape[0],
         take=rows.data_ptr(),
-        rows=len(rows),
+        rows=count,
         out=out.data_ptr(),
         int8=int8,
         workspace=workspace,
