@@ -130,7 +130,7 @@ def measure(config: EngineConfig, *, context: int, steps: int) -> dict[str, Any]
     engine = assemble(config, loaded, attention=attention)
     assert isinstance(loaded.decoder, NativeDecoder)
     products = loaded.decoder.linears()
-    inputs = {linear.inputs: torch.randn(1, linear.inputs) for linear in products}
+    calls, kept = prepare(products)
     call_s = call_seconds(products[0])
     prompt = [i % loaded.vocab_size for i in range(1, context + 1)]
     most = 2 * (WARM_UP + steps) + 1
@@ -144,26 +144,39 @@ def measure(config: EngineConfig, *, context: int, steps: int) -> dict[str, Any]
             start = time.perf_counter()
             engine.step()
             between = time.perf_counter()
-            for linear in products:
-                linear(inputs[linear.inputs])
+            for call in calls:
+                call()
             linear_s = time.perf_counter() - between - call_s * len(products)
             attention.watching, attention.seconds = True, 0.0
             engine.step()
             attention.watching = False
             times.append(Times(between - start, attention.seconds, linear_s))
+    del kept
     weight_bytes = sum(weight.bytes for linear in products for weight in linear.weights)
     return _row(times[WARM_UP:], weight_bytes, call_s)
+
+
+def prepare(products: Sequence[PackedLinear]) -> tuple[list[Callable[[], None]], list[torch.Tensor]]:
+    """Native calls on one row each, and the tensors that they work on."""
+    calls, kept = [], []
+    for linear in products:
+        x, out = torch.randn(1, linear.inputs), torch.empty(1, linear.outputs)
+        calls.append(linear.prepare(x, out))
+        kept += [x, out]
+    return calls, kept
 
 
 def call_seconds(like: PackedLinear) -> float:
     """What a call of a product costs that has next to nothing to compute."""
     small = PackedLinear(32, {"w": 16}, like.pool)
     small.pack("w", StoredMatrix.of(torch.zeros(16, 32)))
-    x, seconds = torch.zeros(1, 32), []
+    (call,), kept = prepare([small])
+    seconds = []
     for _ in range(CALLS):
         start = time.perf_counter()
-        small(x)
+        call()
         seconds.append(time.perf_counter() - start)
+    del kept
     return statistics.median(seconds)
 
 

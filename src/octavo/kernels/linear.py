@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -128,7 +130,19 @@ class PackedLinear:
     ) -> torch.Tensor:
         """``x`` ``[rows, inputs]`` float32, ``bias`` ``[outputs]``; ``residual`` ``[rows, outputs]``."""
         out = torch.empty(x.shape[0], self.outputs)
-        _native.linear(
+        self.prepare(x, out, bias, residual)()
+        return out
+
+    def prepare(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> Callable[[], None]:
+        """The native call that fills ``out`` ``[rows, outputs]``. It holds addresses: keep the tensors."""
+        return partial(
+            _native.linear,
             weights=self.weights,
             x=x.data_ptr(),
             rows=x.shape[0],
@@ -141,4 +155,3 @@ class PackedLinear:
             pool=self.pool,
             isa=self._isa,
         )
-        return out
