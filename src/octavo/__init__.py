@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from octavo.startup import lasting_imports
+
 if TYPE_CHECKING:
     from octavo.kernels.topk import topk_attention
     from octavo.llm import LLM
@@ -26,4 +28,5 @@ def __getattr__(name: str) -> Any:
     """Public names on demand: ``import octavo`` stays free of torch, so that the command line starts fast."""
     if name not in _HOME:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    with lasting_imports():
+        return getattr(importlib.import_module(_HOME[name]), name)

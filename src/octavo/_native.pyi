@@ -133,6 +133,7 @@ class PackedWeight:
     @property
     def bytes(self) -> int: ...
     def pack_rows(self, data: int, first: int, rows: int, pool: ThreadPool) -> None: ...
+    def pack_expanded(self, stored: str, data: int, pool: ThreadPool) -> None: ...
     def expand_row(self, row: int, out: int) -> None: ...
 
 def linear(
@@ -148,6 +149,23 @@ def linear(
     int8: bool,
     pool: ThreadPool,
     isa: str,
+) -> None: ...
+
+class LayerCache:
+    """Where one layer's K and V lie, and its constants; see ``csrc/layer.h``. Holds addresses."""
+
+    def __init__(self, *, key: int, value: int, scale: float, window: int, compact: CompactLayer) -> None: ...
+
+def run_layers(
+    *,
+    layers: list[Layer],
+    caches: list[LayerCache],
+    ropes: list[int],
+    step: Step,
+    plan: AttentionPlan,
+    attention: int,
+    workspace: Workspace,
+    pool: ThreadPool,
 ) -> None: ...
 
 class Workspace:

@@ -76,8 +76,8 @@ class LLM:
         history_budget: caps what a conversation has of blocks, in tokens or bytes ("64k", "1GiB"); beyond it
             its oldest compact blocks are read as summaries, and answers get worse the more they need of
             these. ``RequestOutput.history`` says how much attention fell on them. Needs compact history.
-        history_recall: a summary that draws more than this share of a query's attention, above 0 and at most
-            1, is read as the blocks that it stands for, from memory or ``cache_dir``, where they are there.
+        history_recall: a summary that draws more than this share of a query's attention, between 0 and 1, is
+            read as the blocks that it stands for, from memory or ``cache_dir``, where they are there.
         num_threads: CPU threads; by default the CPUs that the process may use.
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.

@@ -13,8 +13,9 @@ from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig, RopeConfig
+from octavo.kernels import fused
 from octavo.kernels import layer as kernel
-from octavo.kernels.api import AttentionSpec
+from octavo.kernels.api import AttentionMeta, AttentionSpec
 from octavo.kernels.linear import StoredMatrix
 from octavo.kernels.native import ThreadPool, _native
 from octavo.models.decoder import Decoder
@@ -222,6 +223,64 @@ def assert_law(config: ModelConfig, make: Callable[..., NativeDecoder]) -> None:
 
     for isa in _native.isas():
         assert torch.equal(Run(make(isa=isa)).step({0: ids})[0], want), isa
+
+
+class LayerByLayer(AttentionBackend):
+    """As a step runs that needs Python between two layers."""
+
+    def one_pass(self, step):
+        return None
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16"])
+def test_one_pass_over_the_layers_has_the_bits_of_layer_by_layer(config: ModelConfig, kv_dtype: str) -> None:
+    whole, apart = Run(native(config), kv_dtype=kv_dtype), Run(native(config), kv_dtype=kv_dtype)
+    apart.attention.__class__ = LayerByLayer
+    for chunks, read in (
+        ({0: ids_of(config, 23), 1: [4]}, None),
+        ({0: [7], 1: ids_of(config, 9, 1)}, {0: 1, 1: 0}),
+        ({0: [9], 1: [3]}, None),
+    ):
+        got, want = whole.step(chunks, read), apart.step(chunks, read)
+        assert all(torch.equal(got[s], want[s]) for s in chunks)
+    assert torch.equal(whole.cache.key, apart.cache.key)
+    assert torch.equal(whole.cache.value, apart.cache.value)
+
+
+def test_a_plan_of_other_rows_or_another_shape_is_refused() -> None:
+    run = Run(native(LLAMA))
+    run.step({0: [1, 2, 3]})
+    layers, caches = run.decoder._native, run.decoder._caches[run.cache]
+    positions = torch.tensor([3])
+
+    def one_pass(spec: AttentionSpec, rows: int) -> None:
+        step = kernel.Step(run.decoder._shape, positions, positions, caches.layers[0], 4)
+        lens = torch.tensor([4], dtype=torch.int32)
+        meta = AttentionMeta(torch.zeros(1, 1, dtype=torch.int32), lens, torch.tensor([0, rows]).int())
+        plan = fused.plan(meta, spec, POOLS[1])
+        kernel.run_layers(layers, caches, [0] * len(layers), step, plan.native, kernel.Workspace(), POOLS[1])
+
+    spec = run.attention.spec
+    one_pass(spec, 1)
+    with pytest.raises(ValueError, match="the step has 1 rows, its plan 2"):
+        one_pass(spec, 2)
+    with pytest.raises(ValueError, match="the plan is of another shape than the step"):
+        one_pass(dataclasses.replace(spec, kv_dtype=torch.float16), 1)
+    with pytest.raises(ValueError, match=r"key must be \[num_blocks, .* torch.float16, contiguous"):
+        kernel.LayerCaches(caches.layers, dataclasses.replace(spec, kv_dtype=torch.float16))
+    first = caches.layers[0]
+    short = first._replace(key=first.key[:5], value=first.value[:5])
+    with pytest.raises(ValueError, match="a layer has 5 blocks, the first 128"):
+        kernel.LayerCaches([first, short], spec)
+
+
+def test_a_decoder_does_not_hold_a_cache_whose_engine_is_gone() -> None:
+    decoder = native(LLAMA)
+    run = Run(decoder)
+    run.step({0: [1]})
+    assert len(decoder._caches) == 1
+    del run
+    assert not decoder._caches
 
 
 def test_more_rows_than_pass_through_a_layer_at_once_have_the_same_bits() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,29 @@ def test_packing_in_pieces(kind: str) -> None:
         whole.expand_row(row, out[0].data_ptr())
         pieces.expand_row(row, out[1].data_ptr())
         assert torch.equal(out[0], out[1])
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("outputs", [53, 64])
+def test_a_matrix_that_is_kept_expanded_has_the_values_of_the_stored_one(kind: str, outputs: int) -> None:
+    for make in (random_matrix, edge_matrix) if kind in SCALES else (random_matrix,):
+        stored = make(kind, outputs, 512)
+        layer = layer_of(replace(stored, expanded=True), threads=2)
+        assert layer.weights[0].type == "f32"
+        assert torch.equal(bits(expanded(layer)), bits(expanded(layer_of(stored))))
+        assert torch.equal(expanded(layer), values_of(stored))
+
+
+def test_what_cannot_be_expanded() -> None:
+    data = torch.zeros(1000, dtype=torch.uint8).data_ptr()
+    weight = _native.PackedWeight("f16", 4, 48, WeightMemory())
+    with pytest.raises(ValueError, match="only an f32 weight takes expanded values, this one is f16"):
+        weight.pack_expanded("q8_0", data, pool(1))
+    weight = _native.PackedWeight("f32", 4, 48, WeightMemory())
+    with pytest.raises(ValueError, match="inputs of a q8_0 weight must be a multiple of 32, got 48"):
+        weight.pack_expanded("q8_0", data, pool(1))
+    with pytest.raises(ValueError, match=r"a q4_1 matrix \[2, 64\] must be 80 contiguous bytes"):
+        layer_of(StoredMatrix("q4_1", 2, 64, torch.zeros(79, dtype=torch.uint8), expanded=True))
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -129,6 +129,14 @@ class AttentionBackend:
         if summaries is not None:
             compact.summarise(layer, summaries, layer.turns, self.pool)
 
+    def one_pass(self, step: Step) -> fused.Plan | None:
+        """The native plan of a step whose layers may run in one native pass: dense for everybody, with
+        nothing to make compact or summarise between two layers, and nothing to note of summaries. None for
+        any other."""
+        between = (step.compactions, step.summaries, step.mass, step.recall)
+        is_plain = isinstance(step.attention, fused.Plan) and all(part is None for part in between)
+        return step.attention if is_plain else None
+
     def run(self, q: torch.Tensor, layer: api.KVLayer, step: Step) -> torch.Tensor:
         """Attention of one layer, after the step's compactions and summaries there.
 

@@ -1,10 +1,11 @@
 """``octavo bench step``: what a step of one stream spends outside linear layers and attention.
 
 A step is all of :meth:`octavo.engine.engine.Engine.step`: scheduling, the tensors of the step, the model,
-sampling, text. Attention is timed within it, as the engine calls it. All products of the model run once more
-after each step, on the same weights; what their calls cost from Python, which the engine calls from within
-native code, is measured on a product of next to nothing and taken off. So what is left holds norms, rotation,
-activations, cache writes and everything that is Python.
+sampling, text. Every other step runs layer by layer, as the engine runs those that need it, and the native
+calls of attention within it are timed. All products of the model run once more after each whole step, on
+the same weights; what their calls cost from Python, which the engine calls from within native code, is
+measured on a product of next to nothing and taken off. So what is left holds norms, rotation, activations,
+cache writes and everything that is Python.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from octavo.attention.backend import AttentionBackend
+from octavo.attention.backend import AttentionBackend, Step
 from octavo.bench.machine import machine, versions
 from octavo.bench.perplexity import way
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine.build import assemble, attention_spec, load
+from octavo.kernels import fused
 from octavo.kernels.api import KVLayer
 from octavo.kernels.linear import PackedLinear, StoredMatrix
+from octavo.kernels.native import _native
 from octavo.models.native import NativeDecoder
 from octavo.request import SamplingParams
 from octavo.weights import hub
@@ -36,20 +39,38 @@ CALLS = 200
 
 
 class TimedBackend(AttentionBackend):
-    """Attention that adds up its own seconds."""
+    """Attention that, while ``watching``, is called layer by layer, and adds up the seconds of its kernel."""
 
+    watching = False
     seconds = 0.0
 
-    def run(self, q: torch.Tensor, layer: KVLayer, plan: Any) -> torch.Tensor:
-        start = time.perf_counter()
-        out = super().run(q, layer, plan)
-        self.seconds += time.perf_counter() - start
+    def one_pass(self, step: Step) -> fused.Plan | None:
+        return None if self.watching else super().one_pass(step)
+
+    def run(self, q: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
+        timed = TimedPlan(step.attention.native)
+        out = super().run(q, layer, Step(step.attention._replace(native=timed), step.compactions))
+        self.seconds += timed.seconds
         return out
+
+
+class TimedPlan:
+    """Stands in for a native plan."""
+
+    def __init__(self, native: _native.AttentionPlan) -> None:
+        self.num_tokens = native.num_tokens
+        self.seconds = 0.0
+        self._native = native
+
+    def run(self, *args: Any) -> None:
+        start = time.perf_counter()
+        self._native.run(*args)
+        self.seconds += time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one step, of attention within it, and of all its products made once more."""
+    """Seconds of one step, of attention in the step after it, and of all its products made once more."""
 
     step: float
     attention: float
@@ -75,7 +96,7 @@ def run(
     """
     rows = {}
     for name in ways:
-        config = _config(model, name, context + WARM_UP + steps + 1, threads)
+        config = _config(model, name, context + 2 * (WARM_UP + steps) + 1, threads)
         rows[name] = measure(config, context=context, steps=steps)
         report(f"{name}: {rows[name]['step_ms']:.2f} ms, {rows[name]['share_outside']:.1%} outside")
     return {
@@ -109,37 +130,53 @@ def measure(config: EngineConfig, *, context: int, steps: int) -> dict[str, Any]
     engine = assemble(config, loaded, attention=attention)
     assert isinstance(loaded.decoder, NativeDecoder)
     products = loaded.decoder.linears()
-    inputs = {linear.inputs: torch.randn(1, linear.inputs) for linear in products}
+    calls, kept = prepare(products)
     call_s = call_seconds(products[0])
     prompt = [i % loaded.vocab_size for i in range(1, context + 1)]
-    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=WARM_UP + steps + 1, ignore_eos=True))
+    most = 2 * (WARM_UP + steps) + 1
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))
     # The prompt's steps give one token at their end.
     while not any(output.outputs[0].token_ids for output in engine.step()):
         pass
     times = []
     with torch.inference_mode():
         for _ in range(WARM_UP + steps):
-            attention.seconds = 0.0
             start = time.perf_counter()
             engine.step()
             between = time.perf_counter()
-            for linear in products:
-                linear(inputs[linear.inputs])
+            for call in calls:
+                call()
             linear_s = time.perf_counter() - between - call_s * len(products)
+            attention.watching, attention.seconds = True, 0.0
+            engine.step()
+            attention.watching = False
             times.append(Times(between - start, attention.seconds, linear_s))
+    del kept
     weight_bytes = sum(weight.bytes for linear in products for weight in linear.weights)
     return _row(times[WARM_UP:], weight_bytes, call_s)
+
+
+def prepare(products: Sequence[PackedLinear]) -> tuple[list[Callable[[], None]], list[torch.Tensor]]:
+    """Native calls on one row each, and the tensors that they work on."""
+    calls, kept = [], []
+    for linear in products:
+        x, out = torch.randn(1, linear.inputs), torch.empty(1, linear.outputs)
+        calls.append(linear.prepare(x, out))
+        kept += [x, out]
+    return calls, kept
 
 
 def call_seconds(like: PackedLinear) -> float:
     """What a call of a product costs that has next to nothing to compute."""
     small = PackedLinear(32, {"w": 16}, like.pool)
     small.pack("w", StoredMatrix.of(torch.zeros(16, 32)))
-    x, seconds = torch.zeros(1, 32), []
+    (call,), kept = prepare([small])
+    seconds = []
     for _ in range(CALLS):
         start = time.perf_counter()
-        small(x)
+        call()
         seconds.append(time.perf_counter() - start)
+    del kept
     return statistics.median(seconds)
 
 

@@ -8,6 +8,7 @@ engine has cached of prompts is forgotten.
 
 from __future__ import annotations
 
+import compileall
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,8 @@ def run(
     """
     from octavo.bench.handover import Handover
 
+    # What runs from its sources may be compiled at every start; an installed package, as every peer, is not.
+    compileall.compile_dir(Path(__file__).parents[1], quiet=2)
     made = workloads.make(settings.keys, token_ids(settings.model, settings.text), settings.scale)
     handover = Handover(settings.model, settings.peers_dir)
     result: dict[str, Any] = {

@@ -143,7 +143,7 @@ def load(model: str, engine: dict[str, Any]) -> LLM:
     """The engine with the model in it, behind a spinner on a terminal."""
     console = Console(stderr=True)
     with plainly(), console.status(f"Loading {model} ..."):
-        from octavo.llm import LLM
+        from octavo import LLM
 
         llm = LLM(model, **engine)
         llm.engine  # noqa: B018  (an encoder is refused here, in one sentence)

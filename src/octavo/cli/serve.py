@@ -14,6 +14,7 @@ import typer
 
 from octavo.cli.errors import USAGE, CommandError, plainly
 from octavo.cli.serve_settings import ENV_PREFIX, NAMES, SETTINGS
+from octavo.startup import lasting_imports
 from octavo.weights.hub import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def serve(ctx: typer.Context, **values: Any) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with plainly():
         try:
-            from octavo.serving import logs
-            from octavo.serving.server import listen, run
+            with lasting_imports():
+                from octavo.serving import logs
+                from octavo.serving.server import listen, run
         except ImportError as error:
             raise CommandError(f"{error.name} is missing: pip install 'octavo[serve]'") from error
         logs.configure(as_json=values["log_format"] == "json", level=values["log_level"])

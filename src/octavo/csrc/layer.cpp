@@ -125,6 +125,23 @@ void Layer::after_attention(float* x, int64_t rows, const float* attention, Work
     }
 }
 
+void run_layers(const std::vector<LayerCall>& calls, const Step& step, AttentionPlan& plan, float* attention,
+                Workspace& workspace, ThreadPool& pool) {
+    if (plan.num_tokens() != step.rows)
+        throw std::invalid_argument("the step has " + std::to_string(step.rows) + " rows, its plan " +
+                                    std::to_string(plan.num_tokens()));
+    if (!(plan.shape() == step.shape)) throw std::invalid_argument("the plan is of another shape than the step");
+    const int64_t width =
+        (step.shape.num_heads + 2 * int64_t(step.shape.num_kv_heads)) * int64_t(step.shape.head_dim);
+    for (const LayerCall& call : calls) {
+        const LayerCache& cache = *call.cache;
+        call.layer->before_attention(step, call.rope, cache.key, cache.value, pool);
+        plan.run({step.qkv, width, cache.key, cache.value, step.num_blocks, cache.scale, cache.window, attention,
+                  nullptr, cache.compact});
+        call.layer->after_attention(step.x, step.rows, attention, workspace, pool);
+    }
+}
+
 void embed(const EmbedArgs& args, Workspace& workspace, ThreadPool& pool, const Isa& isa) {
     const int64_t hidden = args.tokens->inputs();
     check_ids("token_ids", args.ids, args.rows, args.tokens->outputs());

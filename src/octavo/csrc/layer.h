@@ -1,5 +1,5 @@
 // A decoder layer as two calls, with attention between them: every row of a step from the residual stream to
-// q, K and V, and from attention back to the residual stream.
+// q, K and V, and from attention back to the residual stream. Or many layers in one call, attention included.
 //
 // The law of linear.h and rows.h holds throughout: a row's numbers are one fixed order of operations.
 // Pieces of rows and threads only decide who computes what.
@@ -93,6 +93,27 @@ private:
     LayerShape shape_;
     const Isa& isa_;
 };
+
+// One layer's part of the cache, and its constants.
+struct LayerCache {
+    void* key;
+    void* value;
+    float scale;
+    int64_t window;  // 0: none
+    CompactArgs compact;
+};
+
+// What one layer of a pass works with; rope as in before_attention.
+struct LayerCall {
+    const Layer* layer;
+    const LayerCache* cache;
+    const float* rope;
+};
+
+// The layers one after the other, each with the plan's attention between its halves. attention [rows, num_heads *
+// head_dim] is rewritten by every layer. Throws std::invalid_argument for a plan of another number of rows or another shape.
+void run_layers(const std::vector<LayerCall>& calls, const Step& step, AttentionPlan& plan, float* attention,
+                Workspace& workspace, ThreadPool& pool);
 
 // Row r of x [rows, hidden] = tokens[ids[r]] * scale (+ places[positions[r]] where there are places).
 // Throws std::invalid_argument for an id or a position outside its table, before anything is written.

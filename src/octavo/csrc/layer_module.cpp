@@ -106,6 +106,31 @@ void bind_layer(nb::module_& m) {
             },
             "x"_a, "rows"_a, "attention"_a, "workspace"_a, "pool"_a);
 
+    nb::class_<LayerCache>(m, "LayerCache")
+        .def(
+            "__init__",
+            [](LayerCache* self, uintptr_t key, uintptr_t value, float scale, int64_t window,
+               const CompactArgs& compact) {
+                new (self) LayerCache{at<void>(key), at<void>(value), scale, window, compact};
+            },
+            nb::kw_only(), "key"_a, "value"_a, "scale"_a, "window"_a, "compact"_a);
+
+    m.def(
+        "run_layers",
+        [](const std::vector<const Layer*>& layers, const std::vector<const LayerCache*>& caches,
+           const std::vector<uintptr_t>& ropes, const Step& step, AttentionPlan& plan, uintptr_t attention,
+           Workspace& workspace, ThreadPool& pool) {
+            if (caches.size() < layers.size() || ropes.size() < layers.size())
+                throw std::invalid_argument("every layer needs a cache and a rope table");
+            std::vector<LayerCall> calls;
+            for (size_t i = 0; i < layers.size(); ++i)
+                calls.push_back({layers[i], caches[i], at<const float>(ropes[i])});
+            nb::gil_scoped_release release;
+            run_layers(calls, step, plan, at<float>(attention), workspace, pool);
+        },
+        nb::kw_only(), "layers"_a, "caches"_a, "ropes"_a, "step"_a, "plan"_a, "attention"_a, "workspace"_a,
+        "pool"_a);
+
     m.def(
         "embed",
         [](const PackedWeight& tokens, uintptr_t ids, float scale, const PackedWeight* places, uintptr_t positions,

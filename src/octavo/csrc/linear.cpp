@@ -21,7 +21,7 @@ constexpr int64_t kRowBlockBytes = 512 << 10;
 
 constexpr int kMostPanels = 4;
 // How many k ahead of its reads a single tile asks for memory.
-static const int64_t kAhead = getenv("AHEAD") ? atoi(getenv("AHEAD")) : 64;
+constexpr int64_t kAhead = 64;
 
 // rows into tiles of nearly equal size: tile i starts here.
 int64_t tile_start(int64_t rows, int64_t tiles, int64_t i) { return rows * i / tiles; }

@@ -52,6 +52,8 @@ public:
     // Rows [first, first + rows) of the matrix, in the order of a checkpoint: rows dense, blocks of a
     // row one after the other, as GGUF and safetensors store them.
     void pack_rows(const void* data, int64_t first, int64_t rows, ThreadPool& pool);
+    // The values of a whole matrix that a checkpoint stores as `stored`; for an f32 weight only.
+    void pack_expanded(WeightType stored, const void* data, ThreadPool& pool);
 
     // Values [inputs] of one row.
     void expand_row(int64_t row, float* out) const;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+#include <vector>
 
 #include "linear.h"
 #include "linear_pack.h"
@@ -24,6 +25,23 @@ constexpr WeightFormat kFormats[kNumWeightTypes] = {
 constexpr int64_t kHugePage = int64_t(2) << 20, kSlabBytes = int64_t(64) << 20;
 
 int64_t round_up(int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; }
+
+void check_inputs(WeightType type, int64_t inputs) {
+    const WeightFormat& format = kFormats[int(type)];
+    if (inputs % format.block != 0)
+        throw std::invalid_argument("inputs of a " + std::string(format.name) + " weight must be a multiple of " +
+                                    std::to_string(format.block) + ", got " + std::to_string(inputs));
+}
+
+// Bytes of a row as a checkpoint has it.
+int64_t stored_row_bytes(WeightType type, int64_t inputs) {
+    return inputs / kFormats[int(type)].block * kFormats[int(type)].block_bytes;
+}
+
+int64_t panel_bytes_of(WeightType type, int64_t inputs) {
+    const UnitLayout unit = kUnits[int(type)];
+    return round_up((inputs + unit.k - 1) / unit.k * unit.bytes, 64);
+}
 
 #if defined(__linux__)
 // Zeroed, at the start of a huge page; memory is used as it is first written.
@@ -74,15 +92,11 @@ WeightType weight_type(const std::string& name) {
 
 PackedWeight::PackedWeight(WeightType type, int64_t outputs, int64_t inputs, WeightMemory& memory)
     : type_(type), outputs_(outputs), inputs_(inputs), panel_bytes_(0) {
-    const WeightFormat& format = kFormats[int(type)];
     if (outputs < 1 || inputs < 1)
         throw std::invalid_argument("a weight must have at least one output and one input, got [" +
                                     std::to_string(outputs) + ", " + std::to_string(inputs) + "]");
-    if (inputs % format.block != 0)
-        throw std::invalid_argument("inputs of a " + std::string(format.name) + " weight must be a multiple of " +
-                                    std::to_string(format.block) + ", got " + std::to_string(inputs));
-    const UnitLayout unit = kUnits[int(type)];
-    panel_bytes_ = (((inputs + unit.k - 1) / unit.k) * unit.bytes + 63) / 64 * 64;
+    check_inputs(type, inputs);
+    panel_bytes_ = panel_bytes_of(type, inputs);
     data_ = memory.take(bytes());
 }
 
@@ -92,13 +106,30 @@ void PackedWeight::pack_rows(const void* data, int64_t first, int64_t rows, Thre
                                     " do not lie in a weight of " + std::to_string(outputs_));
     if (rows == 0) return;
     const int64_t first_panel = first / kLinearPanel, last_panel = (first + rows - 1) / kLinearPanel;
-    const int64_t row_bytes = inputs_ / kFormats[int(type_)].block * kFormats[int(type_)].block_bytes;
+    const int64_t row_bytes = stored_row_bytes(type_, inputs_);
     pool.run(last_panel - first_panel + 1, [&](int, int64_t i) {
         const int64_t panel = first_panel + i, begin = std::max(first, panel * kLinearPanel);
         const int64_t end = std::min(first + rows, (panel + 1) * kLinearPanel);
         pack_panel(type_, static_cast<const uint8_t*>(data) + (begin - first) * row_bytes, row_bytes,
                    int(begin - panel * kLinearPanel), int(end - panel * kLinearPanel),
                    data_.get() + panel * panel_bytes_);
+    });
+}
+
+void PackedWeight::pack_expanded(WeightType stored, const void* data, ThreadPool& pool) {
+    if (type_ != WeightType::kF32)
+        throw std::invalid_argument("only an f32 weight takes expanded values, this one is " +
+                                    std::string(kFormats[int(type_)].name));
+    check_inputs(stored, inputs_);
+    const int64_t row_bytes = stored_row_bytes(stored, inputs_), bytes = panel_bytes_of(stored, inputs_);
+    const LinearKernels& kernels = linear_kernels(choose_isa("auto"));
+    std::vector<uint8_t> scratch(size_t(pool.num_threads() * bytes));
+    pool.run(panels(), [&](int thread, int64_t panel) {
+        const int64_t first = panel * kLinearPanel, rows = std::min<int64_t>(outputs_ - first, kLinearPanel);
+        uint8_t* packed = scratch.data() + thread * bytes;
+        if (rows < kLinearPanel) std::memset(packed, 0, size_t(bytes));
+        pack_panel(stored, static_cast<const uint8_t*>(data) + first * row_bytes, row_bytes, 0, int(rows), packed);
+        kernels.expand[int(stored)](packed, inputs_, reinterpret_cast<float*>(data_.get() + panel * panel_bytes_));
     });
 }
 

@@ -216,6 +216,14 @@ NB_MODULE(_native, m) {
             },
             "data"_a, "first"_a, "rows"_a, "pool"_a)
         .def(
+            "pack_expanded",
+            [](PackedWeight& weight, const std::string& stored, uintptr_t data, ThreadPool& pool) {
+                const WeightType type = weight_type(stored);
+                nb::gil_scoped_release release;
+                weight.pack_expanded(type, at<const void>(data), pool);
+            },
+            "stored"_a, "data"_a, "pool"_a)
+        .def(
             "expand_row",
             [](const PackedWeight& weight, int64_t row, uintptr_t out) { weight.expand_row(row, at<float>(out)); },
             "row"_a, "out"_a);

@@ -25,6 +25,11 @@ struct Shape {
     int head_dim;
     int block_size;
     bool half;  // K and V are float16
+
+    bool operator==(const Shape& other) const {
+        return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
+               block_size == other.block_size && half == other.half;
+    }
 };
 
 // Tokens behind summaries that rows ask for. An entry whose share of a row's softmax is above `share` is read as its
@@ -69,6 +74,7 @@ public:
 
     int64_t num_tokens() const { return batch_.num_tokens; }
     int64_t num_seqs() const { return int64_t(batch_.seqs.size()); }
+    const Shape& shape() const { return shape_; }
     const Isa& isa() const { return isa_; }
     // Memory that the plan holds for its layers, once one has run.
     int64_t scratch_bytes() const { return memory_size_ * int64_t(sizeof(float)); }

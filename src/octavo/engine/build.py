@@ -441,8 +441,8 @@ def _check_recall(cache: CacheConfig) -> None:
     share = cache.history_recall
     if share is None:
         return
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"history_recall must be a share above 0, at most 1, got {share!r:.100}")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        raise ValueError(f"history_recall must be a share between 0 and 1, got {share!r:.100}")
     if cache.history_budget is None:
         raise ValueError("history_recall needs history_budget: only summaries are recalled")
 

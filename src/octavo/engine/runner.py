@@ -142,9 +142,11 @@ class Runner:
                 result.attn_reads[share.request.id] = SpanCounts.of_row(batch.attn_reads, i)
         if self.history is not None:
             result.history_reports = self.history.reports(scheduled, batch)
-        for share, first_row in zip(scheduled, batch.cu_seqlens_q.tolist(), strict=False):
+        first_row = 0
+        for share in scheduled:
             if share.request.params.prompt_logprobs is not None and share.request.id not in result.errors:
                 self._score_prompt(hidden, first_row, share, result)
+            first_row += share.num_tokens
         if sampling:
             logits = self.model.logits(hidden, batch.logits_rows)
             self._sample(logits, [s.request for s in sampling], result)
@@ -194,41 +196,50 @@ def build(
     ``logits_rows`` are the rows to sample from; rows of scored prompts are not among them, since
     their logits are computed slice by slice.
     """
-    num_seqs = len(scheduled)
-    counts = np.fromiter((s.num_tokens for s in scheduled), dtype=np.int32, count=num_seqs)
-    ends = np.fromiter((s.start + s.num_tokens for s in scheduled), dtype=np.int32, count=num_seqs)
-    cu_seqlens = np.zeros(num_seqs + 1, dtype=np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
+    # Plain ints: a step of one stream would spend more on numpy's calls than on all of its numbers.
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    ends, cu_seqlens, last_rows = [], [0], []
+    for share in scheduled:
+        table, new = share.request.block_table, range(share.start, share.start + share.num_tokens)
+        tokens += _tokens(share)
+        positions += new
+        slots += [table[position // block_size] * block_size + position % block_size for position in new]
+        ends.append(new.stop)
+        cu_seqlens.append(len(tokens))
+        if share.samples:
+            last_rows.append(len(tokens) - 1)
 
-    num_blocks = -(-ends // block_size)
-    block_table = np.zeros((num_seqs, int(num_blocks.max())), dtype=np.int32)
-    for row, share, count in zip(block_table, scheduled, num_blocks.tolist(), strict=True):
+    num_blocks = [-(-end // block_size) for end in ends]
+    block_table = np.zeros((len(scheduled), max(num_blocks)), dtype=np.int32)
+    for row, share, count in zip(block_table, scheduled, num_blocks, strict=True):
         row[:count] = np.frombuffer(share.request.block_table, dtype=np.int32, count=count)
     if history is not None:
         np.maximum(block_table, 0, out=block_table)  # what is read in compact form alone has no other block
 
-    seq_of_token = np.repeat(np.arange(num_seqs), counts)
-    positions = np.arange(int(cu_seqlens[-1]), dtype=np.int64) + (ends - cu_seqlens[1:])[seq_of_token]
-    blocks = block_table[seq_of_token, positions // block_size].astype(np.int64)
-    tokens = [token for share in scheduled for token in _tokens(share)]
     rules = [s.request.attn_rule for s in scheduled]
     has_topk = any(rule.topk for rule in rules)
-    rows_read = np.fromiter((_rows_read(s) for s in scheduled), dtype=np.int32, count=num_seqs)
+    rows_read = [_rows_read(share) for share in scheduled]
     # Layers with a budget of keys also take note of the keys that a step adds, and need all of its rows.
-    all_read = has_topk or int(rows_read.sum()) == len(tokens)
-    last_rows = [int(end) - 1 for share, end in zip(scheduled, cu_seqlens[1:], strict=True) if share.samples]
+    all_read = has_topk or sum(rows_read) == len(tokens)
+
+    def tensor(values: Sequence[int] | np.ndarray, dtype: type = np.int32) -> torch.Tensor:
+        made = torch.from_numpy(np.asarray(values, dtype=dtype))
+        return made if device == "cpu" else made.to(device)
+
     return ForwardBatch(
-        token_ids=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.from_numpy(positions).to(device),
-        slot_mapping=torch.from_numpy(blocks * block_size + positions % block_size).to(device),
-        block_table=torch.from_numpy(block_table).to(device),
-        seq_lens=torch.from_numpy(ends).to(device),
-        cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
-        logits_rows=torch.tensor(last_rows, dtype=torch.int64, device=device),
+        token_ids=tensor(tokens, np.int64),
+        positions=tensor(positions, np.int64),
+        slot_mapping=tensor(slots, np.int64),
+        block_table=tensor(block_table),
+        seq_lens=tensor(ends),
+        cu_seqlens_q=tensor(cu_seqlens),
+        logits_rows=tensor(last_rows, np.int64),
         attn_topk=torch.tensor(rules, dtype=torch.int32) if has_topk else None,
-        attn_report=torch.zeros(num_seqs, len(Report._fields), dtype=torch.float64) if has_topk else None,
+        attn_report=torch.zeros(len(rules), len(Report._fields), dtype=torch.float64) if has_topk else None,
         attn_reads=_reads(scheduled, cu_seqlens),
-        rows_read=None if all_read else torch.from_numpy(rows_read),
+        rows_read=None if all_read else torch.tensor(rows_read, dtype=torch.int32),
         **({} if history is None else history.of_step(scheduled, device)),
     )
 
@@ -240,11 +251,11 @@ def _explains(share: ScheduledRequest) -> bool:
     return asks and share.samples
 
 
-def _reads(scheduled: Sequence[ScheduledRequest], cu_seqlens: np.ndarray) -> AttnReads | None:
+def _reads(scheduled: Sequence[ScheduledRequest], cu_seqlens: Sequence[int]) -> AttnReads | None:
     watched = [i for i, share in enumerate(scheduled) if _explains(share)]
     if not watched:
         return None
-    rows = torch.from_numpy(cu_seqlens[1:][watched].astype(np.int64) - 1)
+    rows = torch.tensor([cu_seqlens[i + 1] - 1 for i in watched])
     return AttnReads(rows, [scheduled[i].start + scheduled[i].num_tokens for i in watched])
 
 
@@ -288,11 +299,12 @@ def _sampling_row(request: Request) -> sampler.SamplingRow:
 
 def _find_non_finite(hidden: torch.Tensor, scheduled: Sequence[ScheduledRequest], result: StepResult) -> None:
     """A NaN in a prompt's hidden states means NaN in its K and V: it must not reach the prefix cache."""
-    values = hidden.numpy(force=True)  # numpy's sum starts no threads, which would wait on the pool's cores
-    with np.errstate(over="ignore", invalid="ignore"):
-        if np.isfinite(values.sum()):
-            return
-    finite = np.isfinite(values).all(axis=-1)
+    finite = np.isfinite(
+        hidden.numpy(force=True)
+    )  # numpy starts no threads, which would wait on the pool's cores
+    if finite.all():
+        return
+    finite = finite.all(axis=-1)
     first = 0
     for share in scheduled:
         if not finite[first : first + share.num_tokens].all():

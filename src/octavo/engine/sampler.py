@@ -95,25 +95,27 @@ def sample(
                 errors[i] = NOTHING_LEFT if value == -math.inf else NOT_FINITE
 
     drawn = [i for i in usable if errors[i] is None and not rows[i].params.greedy]
-    ids = kernel.draw(
-        [moved.get(i, table[i]) for i in drawn], [_draw(rows[i], table.shape[1]) for i in drawn], pool
-    )
-    for i, token in zip(drawn, ids.tolist(), strict=True):
-        tokens[i] = token
+    if drawn:
+        ids = kernel.draw(
+            [moved.get(i, table[i]) for i in drawn], [_draw(rows[i], table.shape[1]) for i in drawn], pool
+        )
+        for i, token in zip(drawn, ids.tolist(), strict=True):
+            tokens[i] = token
     for i, error in enumerate(errors):
         if error is not None:
             tokens[i] = -1
 
     logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)
     asked = [i for i in usable if errors[i] is None and rows[i].params.logprobs is not None]
-    found = _score(
-        [table[i] for i in asked],
-        [tokens[i] for i in asked],
-        [rows[i].params.logprobs or 0 for i in asked],
-        pool,
-    )
-    for i, entry in zip(asked, found, strict=True):
-        logprobs[i] = entry
+    if asked:
+        found = _score(
+            [table[i] for i in asked],
+            [tokens[i] for i in asked],
+            [rows[i].params.logprobs or 0 for i in asked],
+            pool,
+        )
+        for i, entry in zip(asked, found, strict=True):
+            logprobs[i] = entry
     return SampledTokens(tokens, logprobs, errors)
 
 

@@ -98,7 +98,7 @@ def attend(
         kv.window or 0,
         out.data_ptr(),
         lse.data_ptr() if lse is not None else 0,
-        checks.compact_layer(kv, history_window, spec),
+        checks.compact_of_step(kv, history_window, spec),
         mass.data_ptr() if mass is not None else 0,
         checks.recall(recall, kv, native.num_seqs) if recall is not None else None,
     )

@@ -1,12 +1,15 @@
-"""A decoder layer in two native calls, with attention between them; the law is in ``csrc/layer.h``."""
+"""A decoder layer in two native calls, with attention between them, or many layers in one call; the law is in
+``csrc/layer.h``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from octavo.kernels.api import KVLayer
+from octavo.kernels import paged_checks as checks
+from octavo.kernels.api import AttentionSpec, KVLayer
 from octavo.kernels.linear import PackedLinear
 from octavo.kernels.native import ThreadPool, _native
 
@@ -109,13 +112,65 @@ class NativeLayer:
         isa: str = "auto",
     ) -> None:
         self._kept = (projections, norms)  # the native layer has their addresses
-        self._native = _native.Layer(**shape._asdict(), isa=isa)
+        self.native = _native.Layer(**shape._asdict(), isa=isa)
         for role, (linear, bias) in projections.items():
-            self._native.set_projection(role, linear.weights, 0 if bias is None else bias.data_ptr())
+            self.native.set_projection(role, linear.weights, 0 if bias is None else bias.data_ptr())
         for role, norm in norms.items():
-            self._native.set_norm(role, norm.native())
-        self.before_attention = self._native.before_attention
-        self.after_attention = self._native.after_attention
+            self.native.set_norm(role, norm.native())
+        self.before_attention = self.native.before_attention
+        self.after_attention = self.native.after_attention
+
+
+class LayerCaches:
+    """The caches of a model's layers, checked once for the steps of an engine's life.
+
+    Raises ValueError for one that does not fit ``spec``, or has not as many blocks as the first.
+    """
+
+    def __init__(self, layers: Sequence[KVLayer], spec: AttentionSpec) -> None:
+        for kv in layers:
+            checks.check_kv(kv, spec)
+            if kv.key.shape != layers[0].key.shape:
+                raise ValueError(f"a layer has {kv.key.shape[0]} blocks, the first {layers[0].key.shape[0]}")
+        self.layers = layers  # the native ones have their addresses
+        self.spec = spec
+        self.native = [
+            _native.LayerCache(
+                key=kv.key.data_ptr(),
+                value=kv.value.data_ptr(),
+                scale=kv.scale,
+                window=kv.window or 0,
+                compact=checks.NO_COMPACT if spec.value_bits is None else checks.compact_layer(kv, spec),
+            )
+            for kv in layers
+        ]
+
+
+def run_layers(
+    layers: Sequence[NativeLayer],
+    caches: LayerCaches,
+    ropes: list[int],
+    step: Step,
+    plan: _native.AttentionPlan,
+    workspace: _native.Workspace,
+    pool: ThreadPool,
+) -> None:
+    """The layers one after the other on ``step.x``, each with the plan's attention, in one call.
+
+    ``plan`` is of all rows of the step, by the caches' ``spec``; ``ropes`` are addresses of tables, or 0.
+    Raises ValueError for a plan that is not.
+    """
+    out = torch.empty(step.rows, caches.spec.num_heads, caches.spec.head_dim)
+    _native.run_layers(
+        layers=[layer.native for layer in layers],
+        caches=caches.native,
+        ropes=ropes,
+        step=step.native,
+        plan=plan,
+        attention=out.data_ptr(),
+        workspace=workspace,
+        pool=pool,
+    )
 
 
 def embed(
@@ -164,8 +219,9 @@ def logits(
     """
     if x.dtype != torch.float32 or x.dim() != 2 or x.shape[1] != head.inputs or x.stride(1) != 1:
         raise ValueError(f"x must be [rows, {head.inputs}] float32, each row contiguous, got {list(x.shape)}")
-    _check_ints("rows", rows, len(rows))
-    out = torch.empty(len(rows), head.outputs)
+    count = rows.shape[0]
+    _check_ints("rows", rows, count)
+    out = torch.empty(count, head.outputs)
     _native.logits(
         norm=norm.native(),
         head=head.weights[0],
@@ -173,7 +229,7 @@ def logits(
         x_stride=x.stride(0),
         x_rows=x.shape[0],
         take=rows.data_ptr(),
-        rows=len(rows),
+        rows=count,
         out=out.data_ptr(),
         int8=int8,
         workspace=workspace,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,13 +40,19 @@ class StoredMatrix:
     """A matrix ``[outputs, inputs]`` as a checkpoint stores it: rows dense, one after the other.
 
     ``type`` is a name of ``weight_formats()``, such as "f32", "bf16" or "q4_1"; ``data`` ``[num_bytes]``
-    uint8 may alias a file's pages.
+    uint8 may alias a file's pages. ``expanded``: the model keeps its values in float32 instead of these bits.
     """
 
     type: str
     outputs: int
     inputs: int
     data: torch.Tensor
+    expanded: bool = False
+
+    @property
+    def kept(self) -> str:
+        """The type that the model keeps it in."""
+        return "f32" if self.expanded else self.type
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StoredMatrix:
@@ -58,7 +66,7 @@ def pack(stored: StoredMatrix, pool: ThreadPool, memory: WeightMemory) -> _nativ
 
     Raises ValueError for an unknown type, inputs that the type cannot hold, or data of a wrong size.
     """
-    weight = _native.PackedWeight(stored.type, stored.outputs, stored.inputs, memory)
+    weight = _native.PackedWeight(stored.kept, stored.outputs, stored.inputs, memory)
     form = weight_formats()[stored.type]
     num_bytes = stored.outputs * stored.inputs // form.block_size * form.block_bytes
     data = stored.data
@@ -67,7 +75,10 @@ def pack(stored: StoredMatrix, pool: ThreadPool, memory: WeightMemory) -> _nativ
             f"a {stored.type} matrix {[stored.outputs, stored.inputs]} must be {num_bytes} contiguous bytes, "
             f"got {data.dtype} {list(data.shape)}"
         )
-    weight.pack_rows(data.data_ptr(), 0, stored.outputs, pool)
+    if stored.expanded:
+        weight.pack_expanded(stored.type, data.data_ptr(), pool)
+    else:
+        weight.pack_rows(data.data_ptr(), 0, stored.outputs, pool)
     return weight
 
 
@@ -119,7 +130,19 @@ class PackedLinear:
     ) -> torch.Tensor:
         """``x`` ``[rows, inputs]`` float32, ``bias`` ``[outputs]``; ``residual`` ``[rows, outputs]``."""
         out = torch.empty(x.shape[0], self.outputs)
-        _native.linear(
+        self.prepare(x, out, bias, residual)()
+        return out
+
+    def prepare(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> Callable[[], None]:
+        """The native call that fills ``out`` ``[rows, outputs]``. It holds addresses: keep the tensors."""
+        return partial(
+            _native.linear,
             weights=self.weights,
             x=x.data_ptr(),
             rows=x.shape[0],
@@ -132,4 +155,3 @@ class PackedLinear:
             pool=self.pool,
             isa=self._isa,
         )
-        return out

@@ -107,6 +107,11 @@ def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSp
     be contiguous.
     """
     check_rows("q", q, (num_tokens, spec.num_heads, spec.head_dim))
+    check_kv(kv, spec)
+
+
+def check_kv(kv: KVLayer, spec: AttentionSpec) -> None:
+    """Raises ValueError for a layer's cache that does not fit ``spec``."""
     for name, cache in (("key", kv.key), ("value", kv.value)):
         check_cache(name, cache, (spec.num_kv_heads, spec.block_size, spec.head_dim), spec.kv_dtype)
     if kv.key.shape[0] != kv.value.shape[0]:
@@ -115,10 +120,13 @@ def check_layer(q: torch.Tensor, kv: KVLayer, num_tokens: int, spec: AttentionSp
         raise ValueError(f"window must be at least 1 or None, got {kv.window}")
 
 
-def compact_layer(kv: KVLayer, history_window: int | None, spec: AttentionSpec) -> _native.CompactLayer:
+def compact_of_step(kv: KVLayer, history_window: int | None, spec: AttentionSpec) -> _native.CompactLayer:
     """The layer's compact history for a native plan, checked where the step reads any."""
-    if history_window is None:
-        return NO_COMPACT
+    return NO_COMPACT if history_window is None else compact_layer(kv, spec)
+
+
+def compact_layer(kv: KVLayer, spec: AttentionSpec) -> _native.CompactLayer:
+    """The layer's compact history. Raises ValueError where there is none, or one that does not fit."""
     if kv.compact is None or spec.value_bits is None:
         raise ValueError("the step has a history_window but the layer has no compact history")
     check_compact(

@@ -205,7 +205,7 @@ def attend(
         report=0 if report is None else report.data_ptr(),
         position=0 if found is None else found.position.data_ptr(),
         dropped=0 if found is None else found.dropped.data_ptr(),
-        compact=checks.compact_layer(kv, history_window, spec),
+        compact=checks.compact_of_step(kv, history_window, spec),
     )
     return found
 

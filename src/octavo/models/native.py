@@ -3,6 +3,8 @@ alone, in a batch, in any chunk and on any number of threads. torch only holds i
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 
 from octavo.attention.backend import AttentionBackend
@@ -10,7 +12,7 @@ from octavo.batch import ForwardBatch
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig
 from octavo.kernels import layer as kernel
-from octavo.kernels.api import KVLayer
+from octavo.kernels.api import AttentionSpec, KVLayer
 from octavo.kernels.layer import LayerShape, NativeLayer, NormWeights
 from octavo.kernels.linear import PackedLinear, StoredMatrix, WeightMemory
 from octavo.kernels.native import ThreadPool, _native
@@ -60,6 +62,8 @@ class NativeDecoder:
         self._tables = [None if rope is None else tables[rope] for rope in ropes]
         self._layers = [self._layer(i) for i in range(config.num_layers)]
         self._native: list[NativeLayer] = []
+        #: Gone with the engine whose cache it is.
+        self._caches: WeakKeyDictionary[KVCache, kernel.LayerCaches] = WeakKeyDictionary()
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """Compute one step: K and V of its tokens go to the cache, the result is ``[num_tokens, hidden]``.
@@ -71,33 +75,60 @@ class NativeDecoder:
         self._ready()
         plan = attention.plan(batch)
         longest = int(batch.positions.max())
-        ropes = [0 if table is None else table.upto(longest).data_ptr() for table in self._tables]
-        layers = [
-            KVLayer(
-                *kv_cache.layer(i),
-                self.config.softmax_scale,
-                self.config.window(i),
-                kv_cache.layer_planes(i),
-                kv_cache.layer_compact(i),
-                table.turns() if table is not None and batch.turns_keys else None,
-                i,
-            )
-            for i, table in enumerate(self._tables)
-        ]
-        step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, layers[0], longest + 1)
+        ropes = self._rope_addresses(longest)
+        caches = self._caches_of(kv_cache, attention.spec)
+        step = kernel.Step(self._shape, batch.positions, batch.slot_mapping, caches.layers[0], longest + 1)
         scale = self.config.embedding_scale
         workspace, pool = self._workspace, self.pool
         kernel.embed(self._embedding, batch.token_ids, scale, self._places, step, workspace, pool, self._isa)
-        for i, (layer, rope, kv) in enumerate(zip(self._native, ropes, layers, strict=True)):
-            layer.before_attention(step.native, rope, kv.key.data_ptr(), kv.value.data_ptr(), pool)
-            if i == len(layers) - 1 and batch.rows_read is not None:
-                self._finish_rows_read(batch, attention, step, kv)
-            else:
+        whole = len(self._native) - (batch.rows_read is not None)
+        one_pass = attention.one_pass(plan)
+        if one_pass is not None:
+            kernel.run_layers(self._native[:whole], caches, ropes, step, one_pass.native, workspace, pool)
+        else:
+            for i in range(whole):
+                kv = self._before_attention(i, step, ropes, caches, batch.turns_keys)
                 out = attention.run(step.q, kv, plan)
-                layer.after_attention(step.x.data_ptr(), step.rows, out.data_ptr(), workspace, pool)
+                self._native[i].after_attention(step.x.data_ptr(), step.rows, out.data_ptr(), workspace, pool)
+        if batch.rows_read is not None:
+            kv = self._before_attention(whole, step, ropes, caches, batch.turns_keys)
+            self._finish_rows_read(batch, attention, step, kv)
         return step.x
 
     __call__ = forward
+
+    def _before_attention(
+        self, index: int, step: kernel.Step, ropes: list[int], caches: kernel.LayerCaches, turns_keys: bool
+    ) -> KVLayer:
+        kv, table = caches.layers[index], self._tables[index]
+        if turns_keys and table is not None:
+            kv = kv._replace(turns=table.turns())
+        key, value = kv.key.data_ptr(), kv.value.data_ptr()
+        self._native[index].before_attention(step.native, ropes[index], key, value, self.pool)
+        return kv
+
+    def _rope_addresses(self, longest: int) -> list[int]:
+        """Each layer's table, grown to the position ``longest``; 0 for none."""
+        addresses = {table: table.upto(longest).data_ptr() for table in {*self._tables} if table is not None}
+        return [0 if table is None else addresses[table] for table in self._tables]
+
+    def _caches_of(self, kv_cache: KVCache, spec: AttentionSpec) -> kernel.LayerCaches:
+        """The layers' parts of ``kv_cache``, made in its first step."""
+        known = self._caches.get(kv_cache)
+        if known is None or known.spec is not spec:
+            layers = [
+                KVLayer(
+                    *kv_cache.layer(i),
+                    self.config.softmax_scale,
+                    self.config.window(i),
+                    kv_cache.layer_planes(i),
+                    kv_cache.layer_compact(i),
+                    layer=i,
+                )
+                for i in range(self.config.num_layers)
+            ]
+            known = self._caches[kv_cache] = kernel.LayerCaches(layers, spec)
+        return known
 
     def _finish_rows_read(
         self, batch: ForwardBatch, attention: AttentionBackend, step: kernel.Step, kv: KVLayer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,9 +53,12 @@ class Converter:
         """
         kind = kind_of(weight)
         wanted = self._wanted(name, kind)
-        if wanted == kind and not (isinstance(weight, BlockTensor) and weight.transposed):
+        transposed = isinstance(weight, BlockTensor) and weight.transposed
+        if wanted == kind and not transposed:
             return _as_is(weight)
-        if wanted in QUANTIZERS:
+        if wanted == "float32" and kind in KERNELS and not transposed:
+            matrix = replace(_as_is(weight), expanded=True)  # each panel in native code, as it is packed
+        elif wanted in QUANTIZERS:
             matrix = _quantized(name, weight, wanted)
         else:
             matrix = _as_is(_rounded(name, weight, wanted))

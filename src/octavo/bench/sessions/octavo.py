@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from octavo.llm import LLM
-from octavo.request import SamplingParams
+from octavo import LLM, SamplingParams
 
 PACKAGES = ("octavo", "torch", "numpy")
 
