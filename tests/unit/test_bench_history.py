@@ -133,14 +133,13 @@ def test_host(model: Path, files: tuple[Path, Path]):
     assert len(history_report.lines(result)) == len(result["host"]["goals"]) == 4
 
 
-def test_the_host_hashes_a_history_and_the_rest_is_apart(model: Path):
+def test_the_host_counts_a_step_and_an_admission_within_a_turn(model: Path):
     found = history_host.measure((256, 2048), read_tokenizer(open_checkpoint(model)), TEXT, rounds=3)
     rows = {(row["history"], row["tokens"]): row for row in found["rows"]}
     assert set(rows) == {(kind, n) for kind in ("exact", "compact") for n in (256, 2048)}
     for row in rows.values():
         assert 0 < row["step_us"] < row["turn_us"]
         assert row["admission_us"] < row["turn_us"]
-    assert rows["exact", 2048]["hashing_us"] > rows["exact", 256]["hashing_us"]
 
 
 def test_quality(model: Path, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class TimedBackend(AttentionBackend):
 
     def run(self, q: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
         timed = TimedPlan(step.attention.native)
-        out = super().run(q, layer, Step(step.attention._replace(native=timed), step.compactions))
+        out = super().run(q, layer, replace(step, attention=step.attention._replace(native=timed)))
         self.seconds += timed.seconds
         return out
 
