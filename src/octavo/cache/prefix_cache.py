@@ -9,10 +9,10 @@ counts the chains that pass through a node.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from octavo.cache import prefix_checks
 from octavo.cache.chain import (
     NO_BLOCK,
     TOKEN_BYTES,
@@ -34,7 +34,7 @@ from octavo.cache.sorted_keys import SortedKeys
 from octavo.cache.spare import Spare
 from octavo.cache.summaries import Summaries, Summary
 from octavo.cache.unused_leaves import UnusedLeaves
-from octavo.kernels.history_layout import first_kept, last_block, layout
+from octavo.kernels.history_layout import first_kept, layout
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
@@ -77,8 +77,8 @@ class PrefixCache:
     ) -> None:
         self.block_size = block_size
         self.enabled = enabled
-        #: Blocks that are read by nobody: as stored, and in compact form.
-        self.num_evictable = self.num_evictable_compact = 0
+        #: Blocks as stored that are read by nobody.
+        self.num_evictable = 0
         self.num_evictions = 0
         self.window_blocks = window_blocks
         self.budget_blocks = budget_blocks
@@ -101,8 +101,13 @@ class PrefixCache:
         self._children: SortedKeys[bytes] = SortedKeys()
         self._leaves = UnusedLeaves(self._max_protected)
         self._spare = Spare(self.window_blocks)
-        self._summaries = Summaries()
-        self.num_evictable = self.num_evictable_compact = 0
+        self.summaries = Summaries()
+        self.num_evictable = self._num_idle_compact = 0
+
+    @property
+    def num_evictable_compact(self) -> int:
+        """Compact blocks that are read by nobody, summaries too."""
+        return self._num_idle_compact + self.summaries.num_idle
 
     def __len__(self) -> int:
         """Cached blocks, used or not."""
@@ -114,7 +119,7 @@ class PrefixCache:
 
     def holds_compact(self, compact: int) -> bool:
         """As :meth:`holds`, for a compact block, a summary or not."""
-        return compact in self._by_compact or self._summaries.holds(compact)
+        return compact in self._by_compact or self.summaries.holds(compact)
 
     def blocks(self) -> list[int]:
         """The blocks cached as stored, used or not."""
@@ -122,7 +127,7 @@ class PrefixCache:
 
     def compact_blocks(self) -> list[int]:
         """The cached compact blocks, summaries too, used or not."""
-        return [*self._by_compact, *self._summaries.blocks()]
+        return [*self._by_compact, *self.summaries.blocks()]
 
     def parents(self) -> dict[int, int]:
         """Cached block -> the block before it in its tree, -1 for the first."""
@@ -181,7 +186,7 @@ class PrefixCache:
         ends = run_ends([node.compact != NO_BLOCK for node in nodes])
 
         def has_layout(count: int) -> bool:
-            there = (self.has_summary(nodes, level, unit) for level, unit in layout(count))
+            there = (self.summaries.of_path(nodes, level, unit) for level, unit in layout(count))
             return ends[0] > 0 and all(there)
 
         return readable(
@@ -240,7 +245,7 @@ class PrefixCache:
         clock, nodes = self._clock, match.nodes
         stored, compact = self.num_idle(match)
         self.num_evictable -= stored
-        self.num_evictable_compact -= compact
+        self._num_idle_compact -= compact
         if nodes:
             self._leaves.remove(nodes[-1])  # what is above it is no leaf
         for node in nodes[: match.num_compact]:
@@ -266,10 +271,10 @@ class PrefixCache:
             node.summary_users += 1
             node.was_summarised = True
         for node in match.nodes:
-            self._summaries.update(node)
+            self.summaries.update(node)
         chain.num_summarised = match.num_summarised
         for level, unit in layout(match.num_summarised):
-            self._summaries_used(self._summary_of(match.nodes, level, unit))
+            self.summaries.use(match.nodes, level, unit)
 
     def num_idle(self, match: Match) -> tuple[int, int]:
         """How many blocks that are read of a match count as evictable: as stored, and compact."""
@@ -290,7 +295,7 @@ class PrefixCache:
     def _before_read(self, node: Node) -> None:
         """Before a chain that did not read a node, in whatever form, reads it."""
         if node.is_idle and node.compact != NO_BLOCK:
-            self.num_evictable_compact -= 1
+            self._num_idle_compact -= 1
 
     def _use_stored(self, node: Node) -> None:
         self.num_evictable -= node.stored_users == 0
@@ -323,7 +328,7 @@ class PrefixCache:
             self.num_evictable += 1
         self._before_read(node)
         self._use_stored(node)
-        self._summaries.update(node)
+        self.summaries.update(node)
         return node.block
 
     def extend_compact(self, chain: Chain, compact: int) -> int:
@@ -335,7 +340,7 @@ class PrefixCache:
         node.compact_users += 1
         if node.compact == NO_BLOCK:
             self._set_compact(node, compact)
-        self._summaries.update(node)
+        self.summaries.update(node)
         chain.num_compact += 1
         return node.compact
 
@@ -345,7 +350,7 @@ class PrefixCache:
         if node is not None:
             node.was_summarised = True
             node.summary_users += 1
-            self._summaries.update(node)
+            self.summaries.update(node)
             chain.num_compact += 1
 
     def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
@@ -383,63 +388,14 @@ class PrefixCache:
         self._spare.update([node])
         return node.compact
 
-    # ---- summaries
-
-    def _summary_of(self, path: Sequence[Node], level: int, unit: int) -> Summary | None:
-        index = last_block(level, unit)
-        return self._summaries.find(path[index], level) if index < len(path) else None
-
-    def num_idle_summaries(self, match: Match) -> int:
-        """Of the summaries that are read of a match, those that nobody reads yet."""
-        found = (self._summary_of(match.nodes, level, unit) for level, unit in layout(match.num_summarised))
-        return sum(summary is not None and summary.users == 0 for summary in found)
-
-    def has_summary(self, nodes: Sequence[Node], level: int, unit: int) -> bool:
-        """Whether a summary of a path's blocks is cached, with its last block on the path."""
-        return self._summary_of(nodes, level, unit) is not None
-
-    def summary(self, chain: Chain, level: int, unit: int) -> int:
-        """The compact block of a summary of the chain's blocks, or ``NO_BLOCK``."""
-        found = self._summary_of(chain.path, level, unit)
-        return NO_BLOCK if found is None else found.block
-
-    def use_summary(self, chain: Chain, level: int, unit: int, made: int = NO_BLOCK) -> int:
-        """The chain reads a summary until :meth:`leave_summary`.
-
-        Returns its compact block: where none is cached, that in which it was ``made``, which is cached then
-        unless the chain is broken.
-        """
-        found = self._summary_of(chain.path, level, unit)
-        if found is None:
-            index = last_block(level, unit)
-            if made == NO_BLOCK or index >= len(chain.path):
-                return made
-            found = self._summaries.add(chain.path[index], level, made)
-            self.num_evictable_compact += 1
-        self._summaries_used(found)
-        return found.block
-
-    def _summaries_used(self, found: Summary | None) -> None:
-        if found is not None:
-            self.num_evictable_compact -= found.users == 0
-            self._summaries.use(found)
-
-    def leave_summary(self, chain: Chain, level: int, unit: int, *, superseded: bool) -> None:
-        """The chain does not read a summary any more; ``superseded``: it reads one of the next level
-        instead."""
-        found = self._summary_of(chain.path, level, unit)
-        if found is not None:
-            self._summaries.leave(found, superseded=superseded)
-            self.num_evictable_compact += found.users == 0
-
     def summarised(self, chain: Chain, count: int) -> None:
         """The chain reads the ``count`` blocks behind its first in summaries from now on."""
         for node in chain.path[max(1, first_kept(chain.num_summarised)) : first_kept(count)]:
             node.was_summarised = True
             node.compact_users -= 1
             node.summary_users += 1
-            self.num_evictable_compact += node.is_idle and node.compact != NO_BLOCK
-            self._summaries.update(node)
+            self._num_idle_compact += node.is_idle and node.compact != NO_BLOCK
+            self.summaries.update(node)
         chain.num_summarised = count
 
     def _set_compact(self, node: Node, compact: int) -> None:
@@ -477,10 +433,10 @@ class PrefixCache:
         self._spare.update(nodes[chain.num_compact :])
         stored, compact = self.num_idle(ended)
         self.num_evictable += stored
-        self.num_evictable_compact += compact
+        self._num_idle_compact += compact
         if self.budget_blocks is not None:
             for node in nodes:
-                self._summaries.update(node)
+                self.summaries.update(node)
         if nodes:
             self._enqueue(nodes[-1])  # a parent is queued only once nothing hangs below it
         chain.path, chain.num_compact, chain.num_summarised = [], 0, 0
@@ -516,7 +472,7 @@ class PrefixCache:
             self.num_evictable += 1
         if compact != NO_BLOCK:
             self._by_compact[compact] = node
-            self.num_evictable_compact += 1
+            self._num_idle_compact += 1
         if len(tokens) == self._block_bytes:
             self._by_digest[digest] = parent.newest = node
         parent.num_children += 1
@@ -534,7 +490,7 @@ class PrefixCache:
         wanted may take more than one call.
         """
         self._clock = self._leaves.age_out(self._clock)
-        if compact and len(self._summaries):
+        if compact and len(self.summaries):
             evicted = Evicted(NO_BLOCK, (self._free_superseded(),))
         elif not compact and len(self._spare) and (self._spare.unguarded or not len(self._leaves)):
             node = self._spare.first()
@@ -564,14 +520,14 @@ class PrefixCache:
         self._leaves.add(node)
 
     def _free_superseded(self) -> int:
-        form = self._summaries.first()
-        self.num_evictable_compact -= 1
+        form = self.summaries.first()
         if isinstance(form, Summary):
-            self._summaries.forget(form)
+            self.summaries.forget(form)
             return form.block
+        self._num_idle_compact -= 1
         block, form.compact = form.compact, NO_BLOCK
         del self._by_compact[block]
-        self._summaries.update(form)
+        self.summaries.update(form)
         self._spare.update([form])
         return block
 
@@ -604,68 +560,17 @@ class PrefixCache:
             blocks.append(node.compact)
             del self._by_compact[node.compact]
             node.compact = NO_BLOCK
-            self._summaries.update(node)
-        for summary in self._summaries.of(node):
+            self._num_idle_compact -= 1
+            self.summaries.update(node)
+        for summary in self.summaries.of(node):
             blocks.append(summary.block)
-            self._summaries.forget(summary)
-        self.num_evictable_compact -= len(blocks)
+            self.summaries.forget(summary)
         return blocks
 
     def _drop_childless_root(self, node: Node) -> None:
         if node.parent is None and node.num_children == 0:
             del self._roots[node.tokens]
 
-    # ---- for tests
-
     def check_invariants(self, chains: Iterable[Chain]) -> None:
         """Raise AssertionError unless tree, digests, counts and queues agree (for tests)."""
-        nodes = list(self._by_key.values())
-        users: Counter[int] = Counter()
-        stored_users: Counter[int] = Counter()
-        summary_users: Counter[int] = Counter()
-        for chain in chains:
-            parent = self._roots.get(chain.root_name)
-            assert chain.num_compact <= len(chain.path)
-            for index, node in enumerate(chain.path):
-                assert node.parent is parent, "a path skips a node"
-                users[node.serial] += 1
-                stored_users[node.serial] += index >= chain.num_compact
-                summary_users[node.serial] += 0 < index < first_kept(chain.num_summarised)
-                if not 0 < index < first_kept(chain.num_summarised):
-                    assert (node.compact if index < chain.num_compact else node.block) != NO_BLOCK
-                parent = node
-        for key, node in self._by_key.items():
-            assert node.key == key
-            hollow = node.block == NO_BLOCK and node.compact == NO_BLOCK
-            assert not hollow or node.was_summarised, "a node without a block"
-            assert node.block == NO_BLOCK or self._by_block[node.block] is node
-            assert node.compact == NO_BLOCK or self._by_compact[node.compact] is node
-            assert node.users == users[node.serial], "users differ from the paths"
-            assert node.stored_users == stored_users[node.serial], "stored users differ from the paths"
-            assert node.summary_users == summary_users[node.serial], "summary users differ from the paths"
-            parent = node.parent
-            assert parent is not None
-            above = self._roots.get(parent.tokens) if parent.parent is None else self._by_key.get(parent.key)
-            assert above is parent, "a parent was given up before its child"
-            if parent.parent is not None:
-                assert len(parent.tokens) == self._block_bytes, "a tail has a child"
-                gone = parent.compact == NO_BLOCK and not parent.was_summarised
-                assert node.compact == NO_BLOCK or not gone, "compact below stored only"
-            assert len(node.tokens) < self._block_bytes or self._by_digest[node.digest] is node
-        children = Counter(node.parent.serial for node in nodes if node.parent is not None)
-        for parent in [*nodes, *self._roots.values()]:
-            assert parent.num_children == children[parent.serial]
-            assert parent.parent is not None or parent.num_children, "an empty tree is kept"
-            assert parent.newest is None or parent.newest.parent is parent
-            assert parent.newest is None or self._by_digest[parent.newest.digest] is parent.newest
-        by_compact = self._by_compact.values()
-        assert self.num_evictable == sum(node.stored_users == 0 for node in self._by_block.values())
-        idle = sum(node.is_idle for node in by_compact) + self._summaries.num_idle
-        assert self.num_evictable_compact == idle
-        assert list(self._children) == sorted(self._by_key)
-        assert len(self._by_block) == sum(node.block != NO_BLOCK for node in nodes)
-        assert len(self._by_compact) == sum(node.compact != NO_BLOCK for node in nodes)
-        assert len(self._by_digest) == sum(len(node.tokens) == self._block_bytes for node in nodes)
-        self._leaves.check_invariants(nodes)
-        self._spare.check_invariants(nodes)
-        self._summaries.check_invariants(nodes)
+        prefix_checks.check(self, chains)

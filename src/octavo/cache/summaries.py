@@ -7,10 +7,12 @@ the least recently used first, where nobody reads it. The others go with their n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.cache.chain import NO_BLOCK, Node
+from octavo.cache.chain import NO_BLOCK, Match, Node
 from octavo.cache.sorted_keys import SortedKeys
+from octavo.kernels.history_layout import last_block, layout
 
 #: Of a compact block in the order of what is superseded, where a summary has its level.
 _BLOCK = -1
@@ -36,6 +38,8 @@ class Summaries:
         self._of_node: dict[int, dict[int, Summary]] = {}
         self._order: SortedKeys[tuple[int, int, int]] = SortedKeys()
         self._superseded: dict[tuple[int, int, int], Summary | Node] = {}
+        #: Summaries that nobody reads.
+        self.num_idle = 0
 
     def __len__(self) -> int:
         """How many forms are superseded and read by nobody."""
@@ -47,28 +51,48 @@ class Summaries:
     def blocks(self) -> list[int]:
         return list(self._by_block)
 
-    @property
-    def num_idle(self) -> int:
-        """Summaries that nobody reads (for tests)."""
-        return sum(summary.users == 0 for summary in self._by_block.values())
+    def of_path(self, path: Sequence[Node], level: int, unit: int) -> Summary | None:
+        """A summary of a path's blocks, if it is cached and its last block is on the path."""
+        index = last_block(level, unit)
+        return self._of_node.get(path[index].serial, {}).get(level) if index < len(path) else None
 
-    def find(self, node: Node, level: int) -> Summary | None:
-        return self._of_node.get(node.serial, {}).get(level)
+    def block(self, path: Sequence[Node], level: int, unit: int) -> int:
+        """As :meth:`of_path`: its compact block, or ``NO_BLOCK``."""
+        found = self.of_path(path, level, unit)
+        return NO_BLOCK if found is None else found.block
 
-    def add(self, node: Node, level: int, block: int) -> Summary:
-        """A new one, which nobody reads yet."""
-        summary = Summary(node, level, block)
-        self._by_block[block] = self._of_node.setdefault(node.serial, {})[level] = summary
-        return summary
+    def num_idle_of(self, match: Match) -> int:
+        """Of the summaries that are read of a match, those that nobody reads yet."""
+        found = (self.of_path(match.nodes, level, unit) for level, unit in layout(match.num_summarised))
+        return sum(summary is not None and summary.users == 0 for summary in found)
 
-    def use(self, summary: Summary) -> None:
+    def use(self, path: Sequence[Node], level: int, unit: int, made: int = NO_BLOCK) -> int:
+        """A chain with this path reads a summary until :meth:`leave`.
+
+        Returns its compact block: where none is cached, that in which it was ``made``, which is cached then
+        if its last block is on the path.
+        """
+        summary = self.of_path(path, level, unit)
+        if summary is None:
+            index = last_block(level, unit)
+            if made == NO_BLOCK or index >= len(path):
+                return made
+            summary = Summary(path[index], level, made)
+            self._by_block[made] = self._of_node.setdefault(path[index].serial, {})[level] = summary
+            self.num_idle += 1
+        self.num_idle -= summary.users == 0
         summary.users += 1
         summary.superseded = False
         self._dequeue(summary)
+        return summary.block
 
-    def leave(self, summary: Summary, *, superseded: bool) -> None:
-        """A chain reads it no more; ``superseded``: as it reads another in its place."""
+    def leave(self, path: Sequence[Node], level: int, unit: int, *, superseded: bool) -> None:
+        """The chain reads it no more; ``superseded``: as it reads one of the next level in its place."""
+        summary = self.of_path(path, level, unit)
+        if summary is None:
+            return
         summary.users -= 1
+        self.num_idle += summary.users == 0
         summary.superseded = summary.superseded or superseded
         if summary.users == 0 and summary.superseded:
             self._enqueue(summary, (summary.node.last_used, summary.node.serial, summary.level))
@@ -87,6 +111,7 @@ class Summaries:
 
     def forget(self, summary: Summary) -> None:
         """Of one that nobody reads: its block is given out again."""
+        self.num_idle -= 1
         self._dequeue(summary)
         del self._by_block[summary.block]
         of_node = self._of_node[summary.node.serial]
@@ -127,9 +152,10 @@ class Summaries:
         for block, summary in self._by_block.items():
             assert summary.block == block
             assert summary.node.serial in serials, "a summary outlived its node"
-            assert self.find(summary.node, summary.level) is summary
+            assert self._of_node[summary.node.serial][summary.level] is summary
             waits = summary.superseded and summary.users == 0
             assert (summary.queue_key is not None) == waits, "the superseded summaries are others"
             queued += waits
+        assert self.num_idle == sum(summary.users == 0 for summary in self._by_block.values())
         assert queued == len(self._order) == len(self._superseded)
         assert sum(map(len, self._of_node.values())) == len(self._by_block)

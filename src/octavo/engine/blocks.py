@@ -169,7 +169,7 @@ class Blocks:
             for level, unit in layout(count):
                 if (level, unit) in table:
                     continue
-                block = self.cache.use_summary(entry.chain, level, unit)
+                block = self.cache.summaries.use(entry.chain.path, level, unit)
                 if block != NO_BLOCK:
                     self.compact.share(block)
                 elif (block := self._take_compact()) != NO_BLOCK:
@@ -246,7 +246,9 @@ class Blocks:
         hollow = range(1, min(first_kept(match.num_summarised), count))
         compact[1 : 1 + len(hollow)] = [NO_BLOCK] * len(hollow)
         self.cache.commit(entry.chain, match, hit=hit)
-        found = {pair: self.cache.summary(entry.chain, *pair) for pair in layout(match.num_summarised)}
+        found = {
+            pair: self.cache.summaries.block(match.nodes, *pair) for pair in layout(match.num_summarised)
+        }
         request.summaries = {pair: block for pair, block in found.items() if block != NO_BLOCK}
         request.block_table = array("i", [NO_BLOCK]) * count + array("i", stored)
         request.compact_table = array("i", compact)
@@ -336,7 +338,7 @@ class Blocks:
             if (level, unit) not in entry.own_summaries:
                 continue
             made = table[level, unit]
-            standing = self.cache.use_summary(chain, level, unit, made)
+            standing = self.cache.summaries.use(chain.path, level, unit, made)
             if standing != made:
                 self.compact.share(standing)
                 self.compact.release(made, keep=False)
@@ -355,7 +357,7 @@ class Blocks:
         if pair in entry.own_summaries:
             entry.own_summaries.remove(pair)
         else:
-            self.cache.leave_summary(entry.chain, *pair, superseded=superseded)
+            self.cache.summaries.leave(entry.chain.path, *pair, superseded=superseded)
         block = entry.request.summaries.pop(pair)
         self.compact.release(block, keep=self.cache.holds_compact(block))
 
@@ -438,7 +440,7 @@ class Blocks:
     def available(self, match: Match) -> Room:
         """Blocks that can be taken while what was matched is kept."""
         stored, compact = self.cache.num_idle(match)
-        compact += self.cache.num_idle_summaries(match)
+        compact += self.cache.summaries.num_idle_of(match)
         return Room(
             self.stored.num_free + self.cache.num_evictable - stored,
             self.compact.num_free + self.cache.num_evictable_compact - compact,

@@ -62,7 +62,7 @@ def longest(chain: Chain, cache: PrefixCache, disk: DiskCache, match: Match) -> 
             nodes = match.known[: sources.in_memory]
             summaries: list[tuple[tuple[int, int], memoryview]] = []
             for pair in layout(summarised):
-                if not cache.has_summary(nodes, *pair):
+                if cache.summaries.of_path(nodes, *pair) is None:
                     rows = disk.fetch_summary(digests, chain.packed, *pair)
                     if rows is None:
                         index = last_block(*pair)
@@ -101,7 +101,7 @@ def _sources(
 
         def has_layout(count: int, ends: list[int] = ends, path: Sequence[Node] = path) -> bool:
             return ends[0] > 0 and all(
-                cache.has_summary(path, level, unit)
+                cache.summaries.of_path(path, level, unit) is not None
                 or (last_block(level, unit) < len(digests) and disk.can_fetch_summary(digests, level, unit))
                 for level, unit in layout(count)
             )
