@@ -243,6 +243,43 @@ def test_the_report_tells_how_much_mass_fell_on_summaries(loaded) -> None:
     assert whole.mean_mass == pytest.approx(output.history.mean_mass, abs=1e-5)
 
 
+def test_what_is_recalled_is_the_same_cold_in_chunks_cached_and_from_disk(loaded, warm) -> None:
+    options = {"history_recall": 0.002}
+    talk = prompt(1200, 11)
+
+    def alone(tokens: list[int], count: int) -> RequestOutput:
+        (output,) = run(engine_of(loaded, step_tokens=4000, **options), (tokens, count))
+        assert output.history is not None
+        assert output.history.recalled > 0
+        assert output.history.not_there == 0
+        return output
+
+    whole = alone(talk, 12)
+    assert whole.outputs != cold(loaded, talk, 12).outputs, "nothing was recalled"
+    (chunked,) = run(warm(step_tokens=64, **options), (talk, 12))
+    assert chunked.outputs == whole.outputs
+    turn = [*talk, *whole.outputs[0].token_ids, *prompt(9, 12)]
+    expected = alone(turn, 8)
+    restarted = warm(**options)
+    (from_disk,) = run(restarted, (turn, 8))
+    (from_memory,) = run(restarted, (turn, 8))
+    assert from_disk.num_disk_tokens > 1100
+    assert from_memory.num_cached_tokens > 1100
+    for output in (from_disk, from_memory):
+        assert output.outputs == expected.outputs
+        assert output.history is not None
+        assert output.history.recalled > 0
+        assert output.history.not_there == 0
+
+
+def test_what_is_recalled_and_is_nowhere_is_counted(loaded) -> None:
+    """Without a prefix cache the blocks behind a summary are gone once the step is over."""
+    engine = engine_of(loaded, step_tokens=64, enable_prefix_caching=False, history_recall=0.002)
+    (output,) = run(engine, (prompt(1200, 11), 12))
+    assert output.history is not None
+    assert output.history.not_there > 0
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -255,6 +292,8 @@ def test_the_report_tells_how_much_mass_fell_on_summaries(loaded) -> None:
             {"history_budget": 4096, "block_size": 32, "history_window": 64},
             "needs a block_size of 16, got 32",
         ),
+        ({"history_recall": 1.5}, "history_recall must be a share between 0 and 1, got 1.5"),
+        ({"history_recall": 0.1, "history_budget": None}, "history_recall needs history_budget"),
         ({"history_mean": "middle"}, "history_mean must be one of centre, plain"),
     ],
 )

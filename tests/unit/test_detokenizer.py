@@ -108,10 +108,11 @@ def test_an_output_goes_on_where_its_prompt_ends(
     detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
     text = stream(detokenizer, ids)
     assert text == tokenizer.decode(ids, prompt_ids=prompt)
-    # A character that the prompt left unfinished is finished by the output.
+    # A character that the prompt left unfinished is finished by the output. Until then some tokenizers show
+    # one U+FFFD for it and others one for each of its bytes, which may be three.
     assert whole.endswith(text)
     shown = whole[: len(whole) - len(text)]
-    assert tokenizer.decode(prompt) in (shown, shown + "�")
+    assert tokenizer.decode(prompt) in [shown + "�" * unfinished for unfinished in range(4)]
 
 
 def test_the_space_before_a_first_word(sentencepiece_prefixed: Tokenizer) -> None:

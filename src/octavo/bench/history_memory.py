@@ -39,11 +39,14 @@ class Way:
         )
 
 
+#: The way in which what is older than 1,024 tokens is read as summaries.
+BUDGET = "compact-int8, budget 1k"
 #: Compact history keeps its window in float16, so that like is compared with like.
 WAYS = {
     "float32": Way({"kv_dtype": "float32"}),
     "float16": Way({"kv_dtype": "float16"}),
     **{name: Way({"kv_dtype": "float16"} | options) for name, options in HISTORIES.items()},
+    BUDGET: Way({"kv_dtype": "float16", "history_budget": 1024} | HISTORIES["compact-int8"]),
     "compact-int8, top-k": Way({"kv_dtype": "float16"} | HISTORIES["compact-int8"], attn_topk=128),
 }
 #: Counted only: the same with a window in float32, which is what an engine has without kv_dtype.

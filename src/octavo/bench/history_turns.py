@@ -18,7 +18,7 @@ import torch
 
 from octavo.attention.backend import AttentionBackend
 from octavo.batch import ForwardBatch
-from octavo.bench.history_memory import POOL_BYTES, WAYS, Way
+from octavo.bench.history_memory import BUDGET, POOL_BYTES, WAYS, Way
 from octavo.cache.kv_cache import KVCache
 from octavo.config import ModelConfig, SchedulerConfig
 from octavo.engine import build, resources
@@ -195,8 +195,8 @@ def measure_long(
     missing = {}
     with torch.inference_mode():
         for name, way in WAYS.items():
-            if way.attn_topk:
-                missing[name] = "steps over noise are of dense attention"
+            if way.attn_topk or name == BUDGET:
+                missing[name] = "steps over noise are of dense attention, without summaries"
                 continue
             wanted = way.config("", threads=threads)
             backend = AttentionBackend("fused", build.attention_spec(wanted, config), pool)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from octavo.attention.backend import AttentionBackend
+from octavo.attention.backend import AttentionBackend, Step
 from octavo.batch import ForwardBatch
 from octavo.config import HISTORY_VALUES, CacheConfig, EngineConfig, SchedulerConfig
 from octavo.engine import build
@@ -159,7 +159,7 @@ class BandAttention(AttentionBackend):
         self.sinks = sinks
         self.recent = kept - sinks
 
-    def _plan(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
+    def _attention(self, batch: ForwardBatch, cu_seqlens_q: torch.Tensor) -> Any:
         """Blocks and positions of the keys that any query reads, and who reads which."""
         if batch.num_seqs != 1:
             raise ValueError(f"a band serves one sequence at a time, got {batch.num_seqs}")
@@ -171,9 +171,9 @@ class BandAttention(AttentionBackend):
         seen = (behind >= 0) & ((behind < self.recent) | (keys < self.sinks))
         return batch.block_table[0].long(), keys, seen
 
-    def run(self, q: torch.Tensor, layer: KVLayer, plan: Any) -> torch.Tensor:
-        """As in the base class; ``plan`` is what :meth:`plan` gave."""
-        table, keys, seen = plan
+    def run(self, q: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
+        """As in the base class; ``step`` is what :meth:`plan` gave."""
+        table, keys, seen = step.attention
         size = layer.key.shape[2]
         key, value = (
             x[table[keys // size], :, keys % size].float().transpose(0, 1) for x in (layer.key, layer.value)
