@@ -80,7 +80,9 @@ def wanted(paged: Paged, recall: api.Recall) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("share", [0.0005, 0.004, 0.02, 0.5])
+@pytest.mark.parametrize(
+    "share", [0.004, 0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0005, 0.02))]
+)
 @pytest.mark.parametrize("gone", [(), (5, 70, 90)])
 def test_it_equals_the_reference(gone: tuple[int, ...], share: float, bits: int, isa: str) -> None:
     case = BASE.with_(value_bits=bits)
