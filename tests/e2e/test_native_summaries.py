@@ -18,13 +18,13 @@ from octavo.models.native import NativeDecoder
 
 from .test_native_decoder import CONFIGS, POOLS, fill, ids_of, native
 
-#: The reference computes row by row: one model is enough for every run.
-ONE_FAST = ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama")]
 WINDOW, BUDGET, LENGTH = 16, 272, 1700  # 89 blocks are summarised in the end
 MODELS = {
     name: dataclasses.replace(CONFIGS[name], max_position_embeddings=2048)
     for name in ("llama", "gemma3", "gpt2", "rope-factors")
 }
+#: The reference computes row by row: one model is enough for every run.
+ONE_FAST = ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "llama")]
 
 
 class Dialogue:
