@@ -80,7 +80,7 @@ def cold(loaded: LoadedModel, tokens: list[int], count: int, **options: Any) -> 
 STEM = prompt(1400, 0)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     jobs=st.lists(
         st.tuples(st.integers(0, 1400), st.integers(1, 60), st.integers(1, 30), st.integers(0, 20)),
@@ -118,7 +118,7 @@ def test_a_request_in_any_company_gets_what_it_gets_alone(
         assert (expected.history is not None) == reads
 
 
-@pytest.mark.parametrize("others", [0, 12, 60])
+@pytest.mark.parametrize("others", [0, 60, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others) -> None:
     hits = {}
     talk = prompt(1100, 1)

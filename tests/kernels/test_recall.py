@@ -79,7 +79,7 @@ def wanted(paged: Paged, recall: api.Recall) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "share", [0.004, 0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0005, 0.02))]
 )

@@ -66,7 +66,7 @@ def test_summaries_are_read() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 16, 64, 80, 85, 320, 1344, 5440, 5456, 5460])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_long_history(number: int, bits: int) -> None:
     """Only what is read is there: block 0, summaries, the budget's blocks. 340 groups have 16 summaries."""
     position = BUDGET + 16 * number + 7  # in the block with so many summarised
