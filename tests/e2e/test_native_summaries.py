@@ -197,7 +197,8 @@ def test_a_share_needs_something_to_recall() -> None:
         dialogue.step([1, 2, 3])
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_recalling_all_gives_the_compact_history(name: str) -> None:
     """In each layer its own; half of it gives something between."""
     config = MODELS[name]

@@ -302,7 +302,7 @@ def test_the_books_agree_and_every_request_reads_its_own_history() -> None:
 
 
 def test_the_books_agree_with_summaries() -> None:
-    run_state_machine_as_test(SummaryMachine, settings=settings(SETTINGS, max_examples=40))
+    run_state_machine_as_test(SummaryMachine, settings=settings(SETTINGS, max_examples=10))
 
 
 # ---- mutants: each is a fault that the machine must find
