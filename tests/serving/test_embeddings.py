@@ -195,7 +195,7 @@ def test_a_client_that_hangs_up_begins_no_further_pass(tmp_path):
 
     engine.embed_encoded = slow
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post(EMBED, json={"input": [TEXTS[3]] * 2000}, timeout=0.5)
+        server.http.post(EMBED, json={"input": [TEXTS[3]] * 2000}, timeout=2.0)
     assert inside.is_set()
     until(lambda: server.server.engine.num_open == 0)
     go.set()
