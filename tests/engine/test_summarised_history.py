@@ -3,7 +3,6 @@ cold and alone; and what it takes of the pool and of work stays bounded."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,18 @@ from hypothesis import strategies as st
 from tiny_checkpoint import write_tiny_model
 
 from octavo.config import CacheConfig, EngineConfig, SchedulerConfig
-from octavo.engine.build import LoadedModel, assemble, build_engine, load
+from octavo.engine import resources
+from octavo.engine.build import LoadedModel, assemble, build_engine
 from octavo.engine.engine import Engine
 from octavo.engine.resources import pool_shape
 from octavo.kernels.history_layout import GROUP, first_kept, layout, num_summarised
-from octavo.request import RequestOutput, SamplingParams
-from octavo.weights.load import open_checkpoint
+from octavo.request import RequestOutput
+
+from .test_compact_history import loaded, params, prompt, run
+
+__all__ = ["loaded"]
 
 SIZE, WINDOW, BUDGET = 16, 48, 304
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("summarised") / "model"
-    write_tiny_model(folder, num_layers=2)
-    return load(open_checkpoint(folder), EngineConfig(model=str(folder), num_threads=1))
-
 
 CONFIG = EngineConfig(
     model="tiny",
@@ -49,25 +44,6 @@ CONFIG = EngineConfig(
 def engine_of(loaded: LoadedModel, *, step_tokens: int = 256, **cache: Any) -> Engine:
     scheduler = replace(CONFIG.scheduler, max_num_batched_tokens=step_tokens)
     return assemble(replace(CONFIG, cache=replace(CONFIG.cache, **cache), scheduler=scheduler), loaded)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(33, 255) for _ in range(length)]
-
-
-def params(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
-
-
-def run(engine: Engine, *jobs: tuple[list[int], int]) -> list[RequestOutput]:
-    ids = [engine.add_request(tokens, params(count)) for tokens, count in jobs]
-    last: dict[str, RequestOutput] = {}
-    while engine.has_unfinished():
-        last |= {output.request_id: output for output in engine.step()}
-        engine._scheduler.check_invariants()
-    assert not any(output.error for output in last.values())
-    return [last[str(i)] for i in ids]
 
 
 def cold(loaded: LoadedModel, tokens: list[int], count: int, **options: Any) -> RequestOutput:
@@ -302,6 +278,26 @@ def test_bad_options_are_refused_in_a_sentence(tmp_path: Path, options, sentence
     config = replace(CONFIG, model=str(tmp_path / "model"), cache=replace(CONFIG.cache, **options))
     with pytest.raises(ValueError, match=sentence):
         build_engine(config)
+
+
+@pytest.mark.parametrize("size", ["300kB", "1MiB", "5MB"])
+@pytest.mark.parametrize("tokens", [500, 4000, 100_000])
+def test_a_budget_in_bytes_is_kept_to(loaded, size: str, tokens: int) -> None:
+    config = replace(CONFIG, cache=replace(CONFIG.cache, history_budget=size, num_blocks=None))
+    taken = resources.sequence_bytes(config, loaded.config, tokens)
+    assert taken <= resources.parse_size(size)
+
+
+def test_a_sliding_window_that_would_see_summaries_is_refused_at_the_start(loaded) -> None:
+    model = replace(loaded.config, sliding_window=100, sliding_layers=(1,))
+    config = replace(CONFIG, cache=replace(CONFIG.cache, history_budget=320))
+    with pytest.raises(
+        ValueError, match="sliding window of 100 tokens needs a history_budget of at least 356"
+    ):
+        resources.resolve(config, model, 1 << 30)
+    resources.resolve(replace(config, cache=replace(config.cache, history_budget=368)), model, 1 << 30)
+    # One that sees all of every sequence hides nothing.
+    resources.resolve(config, replace(model, sliding_window=4000), 1 << 30)
 
 
 def test_few_keys_and_a_budget_do_not_go_together(tmp_path: Path) -> None:

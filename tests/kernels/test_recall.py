@@ -147,7 +147,7 @@ class Truncated(Case):
         object.__setattr__(self, "_whole", whole)
 
     def tokens(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = self._whole.tokens(s)  # type: ignore[attr-defined]
+        q, k, v = self._whole.tokens(s)  # type: ignore[attr-defined]  # set beside the frozen case
         n = self.seqs[s][1]
         return q[:n], k[:n], v[:n]
 

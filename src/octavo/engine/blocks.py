@@ -220,6 +220,8 @@ class Blocks:
 
     def summaries_made(self, entry: Entry, end: int) -> tuple[SummaryMade, ...]:
         """The summaries to be made by a step that computes up to ``end``, in order."""
+        if not entry.own_summaries:
+            return ()
         table, compact = entry.request.summaries, entry.request.compact_table
         made, before = list[SummaryMade](), layout(entry.num_summarised)
         for count in range(entry.num_summarised + 1, self.shape.summarised(end - 1) + 1):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from octavo.cache.kv_cache import PlaneSet, bytes_per_block, bytes_per_compact_block
 from octavo.config import CacheConfig, EngineConfig, ModelConfig
 from octavo.engine.blocks import PoolShape
-from octavo.kernels.history_layout import FAN, GROUP, layout
+from octavo.kernels.history_layout import GROUP
 
 #: The share of the free memory that the KV pool takes when no size is given.
 DEFAULT_MEMORY_SHARE = 0.5
@@ -195,10 +195,11 @@ def pool_shape(cache: CacheConfig) -> PoolShape:
     )
 
 
-def _budget_tokens(cache: CacheConfig, sizes: BlockSizes, longest: int) -> int | None:
+def _budget_tokens(cache: CacheConfig, sizes: BlockSizes, model: ModelConfig, longest: int) -> int | None:
     """``history_budget`` in tokens, of a size the tokens that it holds beside the summaries of ``longest``.
 
-    Raises ValueError for what is neither and for what compact history cannot keep to.
+    Raises ValueError for what is neither, for what compact history cannot keep to, and where a layer's
+    sliding window would see a part of what is summarised.
     """
     budget, window = cache.history_budget, cache.compact_window
     if budget is None:
@@ -212,10 +213,19 @@ def _budget_tokens(cache: CacheConfig, sizes: BlockSizes, longest: int) -> int |
     else:
         num_bytes = parse_size(budget)
         stored = (window // GROUP + 2) * sizes.stored
-        summaries = FAN * len({level for level, _ in layout(longest // GROUP**2)}) + FAN
-        blocks = (num_bytes - stored) // sizes.compact - summaries
+        # What a sequence has beside its budget does not depend on the budget, once it is longer than that.
+        shape = PoolShape(GROUP, 1, 0, window, least, GROUP)
+        beside = shape.compact_needed(max(longest, 2 * least)) - (least - window) // GROUP
+        blocks = (num_bytes - stored) // sizes.compact - beside
         tokens = window + max(0, blocks) * GROUP
     tokens -= tokens % GROUP
+    for layer in range(model.num_layers):
+        seen = model.window(layer)
+        if seen is not None and tokens - GROUP**2 < seen < longest:
+            raise ValueError(
+                f"a sliding window of {seen} tokens needs a history_budget of at least {seen + GROUP**2}, "
+                f"got {budget!r:.100}"
+            )
     if tokens < least:
         raise ValueError(
             f"history_budget must be at least {least} tokens with a history_window of {window}, "
@@ -236,7 +246,7 @@ def resolve(config: EngineConfig, model: ModelConfig, available: int) -> tuple[E
     check_block_size(cache.block_size)
     sizes = BlockSizes.of(config, model)
     longest = scheduler.max_model_len or model.max_position_embeddings
-    budget = _budget_tokens(cache, sizes, longest)
+    budget = _budget_tokens(cache, sizes, model, longest)
     cache = replace(cache, history_budget=budget)
     config = replace(config, cache=cache)
     if cache.num_blocks is not None:
@@ -323,7 +333,7 @@ def sequence_bytes(config: EngineConfig, model: ModelConfig, tokens: int) -> int
     Raises ValueError for a budget of history that cannot be.
     """
     sizes = BlockSizes.of(config, model)
-    cache = replace(config.cache, history_budget=_budget_tokens(config.cache, sizes, tokens))
+    cache = replace(config.cache, history_budget=_budget_tokens(config.cache, sizes, model, tokens))
     return _sequence_bytes(replace(config, cache=cache), sizes, tokens)
 
 

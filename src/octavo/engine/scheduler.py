@@ -210,6 +210,7 @@ class Scheduler:
         if not count:
             return ()
         chain, table = self._entries[share.request.id].chain, share.request.compact_table
+        root = self._blocks.cache.root_digest(chain)
         found: list[int | memoryview | None] = []
         for index in range(1, 1 + count):
             compact = table[index]  # which the step may be about to fill
@@ -217,7 +218,6 @@ class Scheduler:
                 compact = chain.path[index].compact
             there: int | memoryview | None = compact if compact != NO_BLOCK else None
             if there is None and self._disk is not None and index < len(chain.digests):
-                root = self._blocks.cache.root_digest(chain)
                 there = self._disk.fetch(root, chain.digests, chain.packed, index, compact=True)
             found.append(there)
         return tuple(found)
