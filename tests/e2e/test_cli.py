@@ -352,6 +352,7 @@ def test_ctrl_c_in_a_one_shot_answer_is_exit_130():
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2_path")
 def test_the_throughput_bench_compares_the_same_requests(tmp_path):

@@ -95,7 +95,7 @@ def test_an_interrupt_at_any_line_costs_no_block_no_request_and_no_token(tiny, a
     assert all(output.error is None for output in expected.values())
     failed = 0
     for fuse in range(
-        1 if again is None else 5, counter.lines, counter.lines // (60 if again is None else 30)
+        1 if again is None else 5, counter.lines, counter.lines // (36 if again is None else 16)
     ):
         rest = [10**9] if again is None else [again, 10**9]
         t = small(tiny)

@@ -45,7 +45,7 @@ def settings(folder: Path, data: Path, seconds: float) -> soak.Settings:
 
 
 def test_nothing_is_left_of_mixed_traffic(folder, data):
-    result = soak.run(settings(folder, data, 8), report=print)
+    result = soak.run(settings(folder, data, 4), report=print)
     assert result["faults"] == []
     assert result["passed"]
     calls = Counter(result["calls"])

@@ -91,7 +91,10 @@ def test_the_rate_rises_and_falls_along_lines(total, warmup):
         assert max(part, default=0) - min(part, default=0) < 1e-9
 
 
-@each
+@pytest.mark.parametrize(
+    "name",
+    ["c2psa", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linformer", "mha"))],
+)
 def test_it_learns(tmp_path: Path, name: str) -> None:
     """From random weights, with dropout, to rows that it has not seen."""
     folder = tiny_encoder.write_encoder(tmp_path)

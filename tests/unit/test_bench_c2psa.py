@@ -18,6 +18,7 @@ from octavo.nn import MultiHeadAttention
 TINY = C2psaSettings(sections=("heads",), threads=1, memory_limit=1 << 30, rounds=1, **QUICK)
 
 
+@pytest.mark.slow  # a process for each peak that is measured
 def test_the_command_adds_sections_to_what_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
