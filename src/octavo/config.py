@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.attn_rule import AUTO
+from octavo.attn_rule import ADAPTIVE
 from octavo.model_config import ModelConfig, RopeConfig, UnsupportedModelError
 
 __all__ = [
@@ -113,9 +113,9 @@ class EngineConfig:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int | None = None
-    attn_topk: int | str = 0  # of requests that do not say; 0 is dense, "auto" as many as matter
+    attn_topk: int | str = 0  # of requests that do not say; 0 is dense, a name of ADAPTIVE as many as matter
     attn_topk_mode: str = "exact"
-    attn_topk_tail: bool | None = None  # None: with "auto" only
+    attn_topk_tail: bool | None = None  # None: with a name of ADAPTIVE only
     topk_planes: bool = False
     dense_layers: tuple[int, ...] = ()
 
@@ -127,7 +127,7 @@ class EngineConfig:
     @property
     def has_tail(self) -> bool:
         """Whether a request may ask for the tail."""
-        return self.attn_topk == AUTO if self.attn_topk_tail is None else self.attn_topk_tail
+        return self.attn_topk in ADAPTIVE if self.attn_topk_tail is None else self.attn_topk_tail
 
     @property
     def has_fast(self) -> bool:

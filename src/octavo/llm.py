@@ -82,13 +82,14 @@ class LLM:
         seed: makes the seeds that are drawn for requests without one reproducible.
         device: where the model runs.
         attn_topk: keys that attention keeps for each query and head, half of them the most recent, in prompts
-            and answers alike; 0 is dense attention, "auto" as many keys as matter. Requests may say otherwise
-            in ``SamplingParams.attn_topk``. Needs "fused" attention and a block size that is a multiple of
-            16.
+            and answers alike; 0 is dense attention, "auto" as many keys as matter, "lean" fewer of these.
+            Requests may say otherwise in ``SamplingParams.attn_topk``. Needs "fused" attention and a block
+            size that is a multiple of 16.
         attn_topk_mode: "exact", or "fast": only keys of the spans that rank highest compete, and some that
             should be kept are missed. Takes an eighth of float16 K and V's memory more.
         attn_topk_tail: keys that are not kept enter by the means of their spans of 16, so the result is
-            nearer to dense; by default with "auto" only. Takes a 32nd of float16 K and V's memory more.
+            nearer to dense; by default with "auto" and "lean" only. Takes a 32nd of float16 K and V's memory
+            more.
         topk_planes: keep what top-k attention needs in the cache for requests that ask for it, though the
             engine's own ``attn_topk`` is 0; takes 0.15 (float32) to 0.3 (float16) of K and V's memory.
         dense_layers: layers, by number from 0, whose attention is dense for everybody.

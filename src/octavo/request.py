@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Protocol
 
-from octavo.attn_rule import AUTO, DENSE, MODES, AttnRule
+from octavo.attn_rule import ADAPTIVE, DENSE, MODES, AttnRule
 
 MAX_N = 256
 MAX_STOP_STRINGS = 64
@@ -83,12 +83,12 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string at the end of the text.
         guide: allows only some tokens at each position, a grammar's say.
         attn_topk: keys that attention keeps a query and head, half of them the most recent, prompt and answer
-            alike; 0 is dense, "auto" as many as matter, None is what the engine was started with. Not
-            sampling's ``top_k``.
+            alike; 0 is dense, "auto" as many as matter, "lean" fewer of these, None is what the engine was
+            started with. Not sampling's ``top_k``.
         attn_topk_mode: "exact", or "fast": only keys of the spans that rank highest compete. None is the
             engine's.
         attn_topk_tail: whether keys that are not kept enter by the means of their spans; None is the
-            engine's, and where that does not say, True with "auto" only.
+            engine's, and where that does not say, True with "auto" and "lean" only.
         attn_explain: count which positions top-k attention reads for the first choice; changes no answer.
     """
 
@@ -177,9 +177,11 @@ def _check_range(name: str, value: Any, low: float, high: float) -> None:
 
 def check_attn_topk(topk: Any, mode: Any, tail: Any) -> None:
     """Refuse with a ValueError what is no budget of keys, no mode and no yes or no; None is none of them."""
-    if topk is not None and topk != AUTO and not (is_int(topk) and 0 <= topk <= MAX_ATTN_TOPK):
+    named = isinstance(topk, str) and topk in ADAPTIVE
+    if topk is not None and not named and not (is_int(topk) and 0 <= topk <= MAX_ATTN_TOPK):
+        names = " or ".join(f'"{name}"' for name in ADAPTIVE)
         raise ValueError(
-            f'attn_topk must be a whole number, between 0 and {MAX_ATTN_TOPK}, or "auto", got {topk!r:.100}'
+            f"attn_topk must be a whole number, between 0 and {MAX_ATTN_TOPK}, or {names}, got {topk!r:.100}"
         )
     if mode is not None and mode not in MODES:
         raise ValueError(f"attn_topk_mode must be one of {', '.join(MODES)}, got {mode!r:.100}")

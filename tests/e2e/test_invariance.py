@@ -78,6 +78,7 @@ POLICIES = {
     "fast": {"attn_topk": 64, "attn_topk_mode": "fast"},
     "fast with tail": {"attn_topk": 8, "attn_topk_mode": "fast", "attn_topk_tail": True},
     "auto": {"attn_topk": "auto"},
+    "lean": {"attn_topk": "lean"},
 }
 SHORT = Matrix((33, 300), 4, {})
 
@@ -143,6 +144,7 @@ def test_policies_that_differ_run_in_one_step_and_share_nothing(smollm2_path: Pa
         {"attn_topk_tail": False},
         {"attn_topk_mode": "exact"},
         {"attn_topk": "auto", "attn_topk_mode": "exact"},
+        {"attn_topk": "lean", "attn_topk_mode": "exact"},
     ]
     alone = []
     for ask in asked:

@@ -88,9 +88,10 @@ def test_layers_on_the_command_line() -> None:
     assert options.parse_layers("0, 1,12") == (0, 1, 12)
     assert options.parse_layers(None) == ()
     assert options.parse_attn_topk("auto") == "auto"
+    assert options.parse_attn_topk("lean") == "lean"
     assert options.parse_attn_topk("64") == 64
     for text in ("all", "-1", "1.5", str(2**20 + 1)):
-        with pytest.raises(typer.BadParameter, match="a number of keys from 0 to 1048576, or auto"):
+        with pytest.raises(typer.BadParameter, match="a number of keys from 0 to 1048576, or auto or lean"):
             options.parse_attn_topk(text)
     for text in ("a", "0,,1", "-1", "0.5"):
         with pytest.raises(typer.BadParameter, match="layers by number"):
@@ -119,6 +120,7 @@ def test_the_policy_names_all_that_decides() -> None:
     assert auto.has_planes
     assert auto.has_tail
     assert policy(auto)[1].startswith("attn_topk=auto (")
+    assert policy(auto, attn_topk="lean")[1] == "attn_topk=lean (4 recent, 330 ppm) tail"
     assert policy(auto)[1].endswith(" tail")
     assert policy(auto, attn_topk_tail=False)[1] + " tail" == policy(auto)[1]
 
@@ -127,8 +129,9 @@ def test_a_rule_is_a_policy_of_the_kernel() -> None:
     assert AttnRule._fields == topk_paged.Policy._fields
     for tail, mode in itertools.product((False, True), ("exact", "fast")):
         assert AttnRule.of(9, mode, tail) == topk_paged.Policy.of(9, tail=tail, fast=mode == "fast")
-    auto = topk_paged.Policy.adaptive(attn_rule.AUTO_LEAST, attn_rule.AUTO_RECENT)
-    assert AttnRule.of("auto", "exact", True) == auto
+    for name, its in attn_rule.ADAPTIVE.items():
+        assert AttnRule.of(name, "exact", True) == topk_paged.Policy.adaptive(its.least, its.recent)
+        assert AttnRule.of(name, "exact", True).budget == name
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_what_the_cache_has_no_planes_for_is_refused_by_the_flag(
     [
         (
             {"attn_topk": "all"},
-            "attn_topk must be a whole number, between 0 and 1048576, or \"auto\", got 'all'",
+            'attn_topk must be a whole number, between 0 and 1048576, or "auto" or "lean", got \'all\'',
         ),
         ({"attn_topk_mode": "quick"}, "attn_topk_mode must be one of exact, fast, got 'quick'"),
         ({"attn_topk_tail": 1}, "attn_topk_tail must be True or False, got 1"),

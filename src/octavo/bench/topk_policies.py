@@ -29,13 +29,14 @@ from octavo.kernels.native import ThreadPool
 from octavo.weights import hub
 from octavo.weights.load import open_checkpoint
 
-#: By name: what a mode sets beside its budget. "auto" has a budget of its own.
+#: By name: what a mode sets beside its budget. "auto" and "lean" have budgets of their own.
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},
     "tail": {"attn_topk_tail": True},
     "fast": {"attn_topk_mode": "fast"},
     "fast+tail": {"attn_topk_mode": "fast", "attn_topk_tail": True},
     "auto": {"attn_topk": "auto"},
+    "lean": {"attn_topk": "lean"},
 }
 #: By name: what a mode sets of the cache. Every key is read, the older ones in compact form.
 HISTORIES: dict[str, dict[str, Any]] = {

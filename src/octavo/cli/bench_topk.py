@@ -30,7 +30,7 @@ app = typer.Typer(help="Top-k attention: time in decode (without a command), qua
 Text = Annotated[Path, typer.Option(metavar="FILE", help="The text that is read.")]
 Modes = Annotated[
     str,
-    typer.Option(metavar="NAMES", help="Any of exact, tail, fast, fast+tail, auto, streaming, window."),
+    typer.Option(metavar="NAMES", help="Any of exact, tail, fast, fast+tail, auto, lean, streaming, window."),
 ]
 Topks = Annotated[str, typer.Option(metavar="NUMBERS", help="Budgets of keys.")]
 DenseLayers = Annotated[

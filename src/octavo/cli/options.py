@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.attn_rule import AUTO, MODES
+from octavo.attn_rule import ADAPTIVE, MODES
 from octavo.config import ACTIVATIONS, HISTORIES, HISTORY_VALUES, WEIGHTS
 from octavo.request import MAX_ATTN_TOPK
 
@@ -48,13 +48,14 @@ def parse_layers(text: str | None) -> tuple[int, ...]:
 
 
 def parse_attn_topk(value: int | str) -> int | str:
-    """A number of keys, or "auto"."""
-    if value == AUTO:
-        return AUTO
+    """A number of keys, or a name of ``ADAPTIVE``."""
     text = str(value)
+    if text in ADAPTIVE:
+        return text
     if not text.isdecimal() or int(text) > MAX_ATTN_TOPK:
+        names = " or ".join(ADAPTIVE)
         raise typer.BadParameter(
-            f"expected a number of keys from 0 to {MAX_ATTN_TOPK}, or auto, got {text!r:.100}"
+            f"expected a number of keys from 0 to {MAX_ATTN_TOPK}, or {names}, got {text!r:.100}"
         )
     return int(text)
 
@@ -152,7 +153,7 @@ AttnTopk = Annotated[
         callback=parse_attn_topk,
         metavar="KEYS",
         help="Keys that attention keeps for each query and head, half of them the most recent; 0 keeps all, "
-        "auto as many as matter.",
+        "auto as many as matter, lean fewer of these.",
         rich_help_panel=ENGINE,
     ),
 ]

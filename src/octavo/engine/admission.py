@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from octavo.attn_rule import AUTO, DENSE, AttnRule
+from octavo.attn_rule import ADAPTIVE, DENSE, AttnRule
 from octavo.config import EngineConfig
 from octavo.request import SamplingParams, is_int
 
@@ -56,14 +56,15 @@ def resolve_attn_topk(params: SamplingParams, config: EngineConfig) -> tuple[Att
             "(--attn-topk K or --topk-planes)"
         )
     mode = params.attn_topk_mode or config.attn_topk_mode
-    tail = next((t for t in (params.attn_topk_tail, config.attn_topk_tail) if t is not None), topk == AUTO)
+    adaptive = topk in ADAPTIVE
+    tail = next((t for t in (params.attn_topk_tail, config.attn_topk_tail) if t is not None), adaptive)
     if mode == "fast" and not config.has_fast:
         raise ValueError(
             'attn_topk_mode="fast" needs an engine started with it (--attn-topk-mode fast): '
             "the cache holds no bounds of keys"
         )
     if tail and not config.has_tail:
-        what = "attn_topk_tail" if topk != AUTO else 'attn_topk="auto", without attn_topk_tail=False,'
+        what = f'attn_topk="{topk}", without attn_topk_tail=False,' if adaptive else "attn_topk_tail"
         raise ValueError(
             f"{what} needs an engine started with attn_topk_tail=True (--attn-topk-tail): "
             "the cache holds no means of values"

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.attn_rule import AUTO
 from octavo.cache.disk_cache import DiskCache, DiskStats
 from octavo.config import EngineConfig
 from octavo.engine import admission
@@ -146,7 +145,7 @@ class Engine:
         entry_id = next(self._ids)
         entry = _Entry(entry_id, label, prompt, [], time.monotonic())
         if attn_rule.topk:
-            entry.attn_report = AttnTopkReport(attn_topk=AUTO if attn_rule.least else attn_rule.topk)
+            entry.attn_report = AttnTopkReport(attn_topk=attn_rule.budget)
         if params.prompt_logprobs is not None:
             entry.prompt_logprobs = [None] * len(ids)
         for index in range(params.n):
