@@ -123,11 +123,18 @@ def test_a_request_in_any_company_gets_what_it_gets_alone(
         assert last[request_id].outputs == cold(loaded, tokens, count, history_values=values).outputs
 
 
+@pytest.mark.parametrize(
+    "depths",
+    [
+        pytest.param((*range(1, 230, 13), 16, 64, 65, 112, 160, 227), id="some"),
+        pytest.param(range(1, 228), id="all", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("others", [0, 12, 40])
-def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others) -> None:
+def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others, depths) -> None:
     hits = set()
     talk = prompt(220, 1)
-    for depth in (*range(1, 230, 13), 16, 64, 65, 112, 160, 227):
+    for depth in depths:
         engine = engine_of(loaded, num_blocks=30)
         (output,) = run(engine, (talk, 8))
         tokens = [*talk, *output.outputs[0].token_ids]
@@ -179,12 +186,19 @@ def test_the_next_turn_of_every_conversation_is_read_from_disk_and_answers_as_co
     assert after.disk_stats.damaged == 0
 
 
-def test_a_fork_at_every_depth_after_a_restart_equals_cold(loaded, warm) -> None:
+@pytest.mark.parametrize(
+    "depths",
+    [
+        pytest.param((10, 40, 100, 200, 208, 215, 240, 262, 269), id="some"),
+        pytest.param(range(10, 270), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fork_at_every_depth_after_a_restart_equals_cold(loaded, warm, depths) -> None:
     talk = prompt(260, 5)
     (answer,) = run(warm(), (talk, 10))
     tokens = [*talk, *answer.outputs[0].token_ids]
     hits = []
-    for depth in (10, 40, 100, 200, 208, 215, 240, 262, 269):
+    for depth in depths:
         fork = [*tokens[:depth], 9]
         (forked,) = run(warm(), (fork, 4))
         assert forked.outputs == cold(loaded, fork, 4).outputs

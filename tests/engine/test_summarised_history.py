@@ -94,11 +94,20 @@ def test_a_request_in_any_company_gets_what_it_gets_alone(
         assert (expected.history is not None) == reads
 
 
+@pytest.mark.parametrize(
+    "depths",
+    [
+        pytest.param(
+            (1, 100, 303, 320, 321, 500, 576, 577, 700, 832, 833, 900, 1000, 1088, 1101, 1107), id="some"
+        ),
+        pytest.param(range(1, 1108), id="all", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("others", [0, 60, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others) -> None:
+def test_a_fork_at_every_depth_equals_cold_after_freeing_and_after_eviction(loaded, others, depths) -> None:
     hits = {}
     talk = prompt(1100, 1)
-    for depth in (1, 100, 303, 320, 321, 500, 576, 577, 700, 832, 833, 900, 1000, 1088, 1101, 1107):
+    for depth in depths:
         engine = engine_of(loaded, num_blocks=60, num_compact_blocks=120)
         (output,) = run(engine, (talk, 8))
         tokens = [*talk, *output.outputs[0].token_ids]
@@ -150,12 +159,19 @@ def test_the_next_turn_is_read_from_disk_with_its_summaries_and_answers_as_cold(
     assert after.disk_stats.damaged == 0
 
 
-def test_a_fork_at_every_depth_after_a_restart_equals_cold(loaded, warm) -> None:
+@pytest.mark.parametrize(
+    "depths",
+    [
+        pytest.param((10, 320, 321, 400, 577, 640, 833, 1000, 1009), id="some"),
+        pytest.param(range(10, 1010), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fork_at_every_depth_after_a_restart_equals_cold(loaded, warm, depths) -> None:
     talk = prompt(1000, 5)
     (answer,) = run(warm(), (talk, 10))
     tokens = [*talk, *answer.outputs[0].token_ids]
     hits = []
-    for depth in (10, 320, 321, 400, 577, 640, 833, 1000, 1009):
+    for depth in depths:
         fork = [*tokens[:depth], 9]
         (forked,) = run(warm(), (fork, 4))
         assert forked.outputs == cold(loaded, fork, 4).outputs
