@@ -140,6 +140,7 @@ def test_native_memory_grows_with_n_times_k() -> None:
         assert used < 12 * n * k + 9 * 64 * n + (4 << 20), f"{used} bytes at n = {n}"
 
 
+@pytest.mark.slow
 def test_tiled_memory_grows_with_n_times_k() -> None:
     """A tile's temporaries are the same at both lengths; n x n scores would add 128 MiB."""
     k, small, large = 8, 2048, 6144

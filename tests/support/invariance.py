@@ -24,7 +24,7 @@ BS = 16
 UNLIMITED = 4096
 
 ALL_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 48, 63, 65, 128, 255, 256, 257, 400, 511, 513, 700, 1024, 1500)
-FEW_LENGTHS = (1, 15, 16, 17, 257, 700)
+FEW_LENGTHS = (1, 15, 16, 17, 257, 400)
 CHUNKS = (1, 7, 16, 64, UNLIMITED)
 
 
@@ -41,7 +41,7 @@ class Matrix:
 
 
 FULL = Matrix(ALL_LENGTHS, 48, {})
-LIGHT = Matrix(FEW_LENGTHS, 8, {1: 17, 7: 257, 16: 257})
+LIGHT = Matrix(FEW_LENGTHS, 6, {1: 17, 7: 257, 16: 257})
 
 
 def open_model(path: Path, attention: str = "fused", num_threads: int = 2) -> LoadedModel:

@@ -108,7 +108,7 @@ def test_a_process_that_is_killed_outright(tmp_path: Path) -> None:
     rows.write_text("\n".join(["label\ttext", *lines]) + "\n")
     out, whole = tmp_path / "out", tmp_path / "whole"
     words = ["train", str(model), "--data", str(rows), "--batch-size", "8", "--epochs", "99"]
-    words += ["--max-steps", "150", "--save-every", "1", "--threads", "1", "--out", str(out)]
+    words += ["--max-steps", "60", "--save-every", "1", "--threads", "1", "--out", str(out)]
     command = [sys.executable, "-c", "from octavo.cli import main; main()", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (out / state.FILE).exists() and process.poll() is None:
@@ -116,8 +116,8 @@ def test_a_process_that_is_killed_outright(tmp_path: Path) -> None:
     process.kill()
     assert process.wait() == -signal.SIGKILL
     step = state.read_progress(out)["step"]
-    assert 1 <= step < 150
-    told = TrainSettings(batch_size=8, epochs=99, max_steps=150)
+    assert 1 <= step < 60
+    told = TrainSettings(batch_size=8, epochs=99, max_steps=60)
     lines: list[str] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def test_a_process_that_is_killed_outright(tmp_path: Path) -> None:
             train(model, read_data(rows), folder, told, AttentionChoice(), say=lines.append, progress=False)
     finally:
         torch.set_num_threads(threads)
-    assert f"going on after step {step} of 150" in lines
+    assert f"going on after step {step} of 60" in lines
     stopped, full = (load_file(folder / "model.safetensors") for folder in (out, whole))
     assert all(torch.equal(stopped[key], full[key]) for key in full)
 
