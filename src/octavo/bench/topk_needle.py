@@ -25,12 +25,12 @@ from octavo.request import RequestOutput, SamplingParams
 
 #: What is hidden, and the turns: how a question ends, and what must follow.
 NEEDLE = (
-    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon, and the best season there "
-    "is autumn.\n\n"
+    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon. Remember this: the best season "
+    "to visit Lisbon is autumn.\n\n"
 )
 TURNS = (
-    ("\n\nRemember: the best thing to eat in Lisbon is", " a pancake with lemon"),
-    (". Remember: the best season there is", " autumn"),
+    ("\n\nRemember this: the best thing to eat in Lisbon is", " a pancake with lemon"),
+    (". Remember this: the best season to visit Lisbon is", " autumn"),
 )
 DEPTHS = 10
 #: Goals: dense finds the needle in so many of 30 cells; the mean loss of the right answer's log-probability.
