@@ -25,8 +25,8 @@ from octavo.request import RequestOutput, SamplingParams
 
 #: What is hidden, and the turns: how a question ends, and what must follow.
 NEEDLE = (
-    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon. Remember this: the best season "
-    "to visit Lisbon is autumn.\n\n"
+    "\n\nRemember this: the best thing to eat in Lisbon is a pancake with lemon. Remember this: the best "
+    "season to visit Lisbon is autumn.\n\n"
 )
 TURNS = (
     ("\n\nRemember this: the best thing to eat in Lisbon is", " a pancake with lemon"),
