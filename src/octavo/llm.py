@@ -86,7 +86,7 @@ class LLM:
             Requests may say otherwise in ``SamplingParams.attn_topk``. Needs "fused" attention and a block
             size that is a multiple of 16.
         attn_topk_mode: "exact", or "fast": only keys of the spans that rank highest compete, and some that
-            should be kept are missed. Takes an eighth of float16 K and V's memory more.
+            should be kept are missed. Takes a 31st of float16 K and V's memory more.
         attn_topk_tail: keys that are not kept enter by the means of their spans of 16, so the result is
             nearer to dense; by default with "auto" and "lean" only. Takes a 32nd of float16 K and V's memory
             more.

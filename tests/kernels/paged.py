@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from octavo.kernels import api, compact, reference
+from octavo.kernels import api, compact, reference, topk_paged
 from octavo.kernels.history_layout import FAN, GROUP, first_kept, layout, num_summarised
 from octavo.kernels.native import ThreadPool
 
@@ -199,9 +199,11 @@ def empty_compact(case: Case, num_compact: int, *, planes: bool = False) -> api.
         compact.value_record_bytes(case.head_dim, case.value_bits),
     )
     records = (torch.full((*spans, size), 255, dtype=torch.uint8) for size in sizes)
-    shapes = ((case.head_dim,), (2, case.head_dim)) if planes else ()
-    halves = (torch.full((*spans, *shape), float("nan"), dtype=torch.float16) for shape in shapes)
-    return api.CompactKV(*records, *halves)
+    if not planes:
+        return api.CompactKV(*records)
+    means = torch.full((*spans, case.head_dim), float("nan"), dtype=torch.float16)
+    bounds = torch.full((*spans, topk_paged.bounds_bytes(case.head_dim)), 255, dtype=torch.uint8)
+    return api.CompactKV(*records, means, bounds)
 
 
 @functools.cache

@@ -82,7 +82,9 @@ class KVCache:
             self.planes = TopkPlanes(
                 _lazy_zeros((*spans, topk_paged.record_bytes(head_dim)), torch.uint8),
                 _lazy_zeros((*spans, head_dim), torch.float16) if planes.tail else None,
-                _lazy_zeros((*spans, 2, head_dim), torch.float16) if planes.fast else None,
+                _lazy_zeros((*spans, topk_paged.bounds_bytes(head_dim)), torch.uint8)
+                if planes.fast
+                else None,
             )
         self._layer_planes = {layer: self._planes_of(i) for i, layer in enumerate(planes.layers)}
         kept = (self.key, self.value, *(self.planes or ()))
@@ -94,12 +96,12 @@ class KVCache:
         if planes.compact_blocks:
             own = (planes.compact_blocks, num_kv_heads, block_size // compact.RECORD_KEYS)
             value_bytes = compact.value_record_bytes(head_dim, planes.value_bits)
-            planed = (len(planes.layers), *own)
+            planed, bounds_bytes = (len(planes.layers), *own), topk_paged.bounds_bytes(head_dim)
             self.compact = CompactKV(
                 _lazy_zeros((num_layers, *own, compact.key_record_bytes(head_dim)), torch.uint8),
                 _lazy_zeros((num_layers, *own, value_bytes), torch.uint8),
                 _lazy_zeros((*planed, head_dim), torch.float16) if planes.layers and planes.tail else None,
-                _lazy_zeros((*planed, 2, head_dim), torch.float16) if planes.layers and planes.fast else None,
+                _lazy_zeros((*planed, bounds_bytes), torch.uint8) if planes.layers and planes.fast else None,
             )
         planed_as = {layer: i for i, layer in enumerate(planes.layers)}
         self._layer_compact = [self._compact_of(i, planed_as.get(i)) for i in range(num_layers)]
@@ -263,7 +265,7 @@ def bytes_per_block(
     planes: PlaneSet = NO_PLANES,
 ) -> int:
     """Bytes that one block takes over all layers, K, V and planes together."""
-    span = topk_paged.record_bytes(head_dim) + head_dim * (2 * planes.tail + 4 * planes.fast)
+    span = topk_paged.record_bytes(head_dim) + _span_bytes(head_dim, planes)
     rows = 2 * num_layers * num_kv_heads * block_size * head_dim * DTYPES[kv_dtype].itemsize
     return rows + len(planes.layers) * num_kv_heads * (block_size // topk_paged.RECORD_KEYS) * span
 
@@ -278,5 +280,10 @@ def bytes_per_compact_block(
 ) -> int:
     """Bytes that one compact block takes over all layers, its means and bounds included."""
     span = compact.key_record_bytes(head_dim) + compact.value_record_bytes(head_dim, planes.value_bits)
-    planed = len(planes.layers) * head_dim * (2 * planes.tail + 4 * planes.fast)
+    planed = len(planes.layers) * _span_bytes(head_dim, planes)
     return num_kv_heads * (block_size // compact.RECORD_KEYS) * (num_layers * span + planed)
+
+
+def _span_bytes(head_dim: int, planes: PlaneSet) -> int:
+    """Bytes of a span's mean of values and bounds of keys, if there are any."""
+    return 2 * head_dim * planes.tail + topk_paged.bounds_bytes(head_dim) * planes.fast

@@ -109,7 +109,7 @@ void seal_compact(const SealArgs& args, const Shape& shape, ThreadPool& pool, co
             uint8_t* to = args.compact_key + record * key_bytes;
             const bool known = seal_keys(key, shape.half, d, isa, to);
             seal_values(value, shape.half, d, args.value_bits, isa, args.compact_value + record * value_bytes);
-            if (args.bounds != nullptr) seal_bounds(key, shape.half, d, isa, args.bounds + record * 2 * d);
+            if (args.bounds != nullptr) seal_bounds(key, shape.half, d, args.bounds + record * bounds_bytes(d));
             if (args.mean_value != nullptr)
                 seal_mean_value(value, shape.half, known, d, isa, args.mean_value + record * d);
         }

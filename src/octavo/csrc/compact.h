@@ -15,7 +15,7 @@ struct SealArgs {
     uint8_t* compact_key;
     uint8_t* compact_value;
     uint16_t* mean_value;  // nullptr where the layer has none, as is bounds
-    uint16_t* bounds;
+    uint8_t* bounds;
     int64_t num_compact;
     int value_bits;
     const int32_t* pairs;

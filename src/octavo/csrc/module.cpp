@@ -114,7 +114,7 @@ NB_MODULE(_native, m) {
             "__init__",
             [](CompactArgs* self, const std::vector<uintptr_t>& planes, int64_t num_blocks, int value_bits) {
                 new (self) CompactArgs{at<const uint8_t>(planes[0]),  at<const uint8_t>(planes[1]), num_blocks, value_bits,
-                                       at<const uint16_t>(planes[2]), at<const uint16_t>(planes[3])};
+                                       at<const uint16_t>(planes[2]), at<const uint8_t>(planes[3])};
             },
             nb::kw_only(), "planes"_a, "num_blocks"_a, "value_bits"_a);
     m.def("value_record_bytes", [](int head_dim, int value_bits) { return value_layout(head_dim, value_bits).bytes; },
@@ -127,7 +127,7 @@ NB_MODULE(_native, m) {
            const std::string& isa) {
             const SealArgs args{at<const void>(key),      at<const void>(value),        num_blocks,
                                 at<uint8_t>(compact[0]),  at<uint8_t>(compact[1]),      at<uint16_t>(compact[2]),
-                                at<uint16_t>(compact[3]), num_compact, value_bits, at<const int32_t>(pairs), count};
+                                at<uint8_t>(compact[3]), num_compact, value_bits, at<const int32_t>(pairs), count};
             const Isa& kernels = choose_isa(isa);
             nb::gil_scoped_release release;
             seal_compact(args, shape, pool, kernels);

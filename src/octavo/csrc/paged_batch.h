@@ -18,7 +18,7 @@ struct CompactArgs {
     int64_t num_blocks = 0;
     int value_bits = 0;
     const uint16_t* mean_value = nullptr;  // for top-k attention, as in its planes
-    const uint16_t* bounds = nullptr;
+    const uint8_t* bounds = nullptr;
 };
 
 struct Sequence {

@@ -115,7 +115,7 @@ void bind_topk(nb::module_& m) {
                 const LayerArgs layer{at<const float>(q), q_stride, at<const void>(key), at<const void>(value),
                                       num_blocks, scale, window, at<float>(out), at<float>(lse), compact};
                 const TopkPlanes all{at<uint8_t>(std::get<0>(planes)), at<uint16_t>(std::get<1>(planes)),
-                                     at<uint16_t>(std::get<2>(planes))};
+                                     at<uint8_t>(std::get<2>(planes))};
                 const TopkLayerArgs args{layer, all, at<TopkReport>(report), at<int32_t>(position),
                                          at<float>(dropped)};
                 nb::gil_scoped_release release;
@@ -127,6 +127,7 @@ void bind_topk(nb::module_& m) {
     m.attr("POLICY_COLUMNS") = int(sizeof(TopkPolicy) / sizeof(int32_t));
     m.attr("RECORD_KEYS") = kRecordKeys;
     m.attr("REPORT_COLUMNS") = int(sizeof(TopkReport) / sizeof(double));
+    m.def("bounds_bytes", [](int head_dim) { return bounds_bytes(head_dim); }, "head_dim"_a);
     m.def("record_bytes", [](int head_dim) { return record_layout(head_dim).bytes; }, "head_dim"_a);
 
     // For tests: rows [num_queries, head_dim] against keys [16 num_records, head_dim]; value, bound and score are

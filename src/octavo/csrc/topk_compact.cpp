@@ -39,8 +39,8 @@ const uint8_t* TopkTile::scan_record(int64_t position) const {
     return args_->planes.scan + record_of(position) * key_layout_.bytes;
 }
 
-const uint16_t* TopkTile::bounds_of(int64_t position) const {
-    const int64_t size = 2 * plan_.shape_.head_dim;
+const uint8_t* TopkTile::bounds_of(int64_t position) const {
+    const int64_t size = bounds_bytes(plan_.shape_.head_dim);
     if (position < all_compact_) return args_->layer.compact.bounds + compact_record_of(position) * size;
     return args_->planes.bounds + record_of(position) * size;
 }

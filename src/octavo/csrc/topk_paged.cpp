@@ -188,7 +188,7 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
         const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
         const bool known = seal_record(key, shape_.half, shape_.head_dim, isa_, args.planes.scan + record * record_bytes);
         if (args.planes.bounds != nullptr)
-            seal_bounds(key, shape_.half, shape_.head_dim, isa_, args.planes.bounds + record * 2 * d);
+            seal_bounds(key, shape_.half, shape_.head_dim, args.planes.bounds + record * bounds_bytes(shape_.head_dim));
         if (args.planes.mean_value == nullptr) return;
         const char* value = static_cast<const char*>(args.layer.value) + at * d * (shape_.half ? 2 : 4);
         seal_mean_value(value, shape_.half, known, shape_.head_dim, isa_, args.planes.mean_value + record * d);

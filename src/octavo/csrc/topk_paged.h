@@ -23,8 +23,10 @@ uint16_t half_up(double x, const Isa& isa);
 bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
 // The mean of 16 values as float16 [head_dim]; its first is NaN where it or the keys' mean is not `known`.
 void seal_mean_value(const void* value, bool half, bool known, int head_dim, const Isa& isa, uint16_t* mean);
-// The least and then the greatest of 16 keys in each dimension, float16 [2][head_dim]; NaN where one is NaN.
-void seal_bounds(const void* key, bool half, int head_dim, const Isa& isa, uint16_t* bounds);
+// The least and then the greatest of 16 keys in each dimension: int8 codes [2][head_dim], and the float that a code
+// stands for; that is NaN where a key is not finite.
+constexpr int bounds_bytes(int head_dim) { return 2 * head_dim + 4; }
+void seal_bounds(const void* key, bool half, int head_dim, uint8_t* bounds);
 // Fills all of `query` but q itself; `code` is [head_dim].
 void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query);
 
@@ -68,7 +70,7 @@ inline int dense_keys(const TopkPolicy& policy) { return policy.least > 0 ? poli
 struct TopkPlanes {
     uint8_t* scan;         // records; without it nothing is scanned
     uint16_t* mean_value;  // [head_dim], see seal_mean_value
-    uint16_t* bounds;      // [2][head_dim], see seal_bounds
+    uint8_t* bounds;       // [bounds_bytes(head_dim)], see seal_bounds
 };
 
 struct TopkLayerArgs {

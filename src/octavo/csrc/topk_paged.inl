@@ -353,23 +353,27 @@ void mass(const float* scores, int n, float* m, float* l) {
     for (; j < n; ++j) *l += exp1(scores[j] - top);
 }
 
-// q d >= 0 asks for the greatest, q d < 0 for the least. Lanes are dimensions, folded in a fixed tree.
+// Products of weights and codes in 16 lanes, folded in a fixed tree.
 template <int R>
 void rank_rows(const RankTask& t, int row) {
+    const int n = 2 * t.head_dim;
     for (int i = 0; i < t.num_records; ++i) {
-        const uint16_t *low = t.bounds[i], *high = low + t.head_dim;
-        if (row == 0 && i + kRecordsAhead < t.num_records)
-            for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[i + kRecordsAhead] + d);
-        F8 sum[R];
-        UNROLL for (int r = 0; r < R; ++r) sum[r] = set8(0.0f);
-        for (int d = 0; d < t.head_dim; d += 8) {
-            const F8 l = load8(low + d), h = load8(high + d);
+        const auto* code = reinterpret_cast<const int8_t*>(t.bounds[i]);
+        if (row == 0 && i + kBoundsAhead < t.num_records)
+            for (int d = 0; d < n; d += 64) prefetch_l2(t.bounds[i + kBoundsAhead] + d);
+        F8 even[R], odd[R];
+        UNROLL for (int r = 0; r < R; ++r) even[r] = odd[r] = set8(0.0f);
+        for (int d = 0; d < n; d += 16) {
+            const F8 a = load8(code + d), b = load8(code + d + 8);
             UNROLL for (int r = 0; r < R; ++r) {
-                const F8 q = load8(t.q[row + r] + d);
-                sum[r] = add8(sum[r], max8(mul8(q, l), mul8(q, h)));
+                const float* w = t.weight + (row + r) * n + d;
+                even[r] = add8(even[r], mul8(load8(w), a));
+                odd[r] = add8(odd[r], mul8(load8(w + 8), b));
             }
         }
-        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * t.value_stride + i] = fold8(sum[r]);
+        float step;
+        __builtin_memcpy(&step, code + n, sizeof step);
+        UNROLL for (int r = 0; r < R; ++r) t.value[(row + r) * t.value_stride + i] = fold8(add8(even[r], odd[r])) * step;
     }
 }
 

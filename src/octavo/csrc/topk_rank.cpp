@@ -39,16 +39,30 @@ std::pair<int64_t, int64_t> TopkPlan::rank_range(const Item& item, int64_t windo
     return {begin, std::max(begin, ranked(policy, last, window).second)};
 }
 
+// Of all rows, before their records are ranked.
+void TopkTile::split_queries() {
+    const int d = plan_.shape_.head_dim;
+    rank_weight_.resize(size_t(item_->rows) * 2 * d);
+    float* weight = rank_weight_.data();
+    for (int r = 0; r < item_->rows; ++r, weight += 2 * d)
+        for (int i = 0; i < d; ++i) {
+            const float q = queries_[size_t(r)][i];
+            weight[i] = q < 0.0f ? q : 0.0f;
+            weight[d + i] = q < 0.0f ? 0.0f : q;
+        }
+}
+
 // value[row * stride + i] of the records begin + i, up to kSpan of them.
 void TopkTile::rank_some(int64_t begin, int count, float* value, int64_t stride) {
     const int d = plan_.shape_.head_dim;
-    const uint16_t* bounds[kSpan];
+    const uint8_t* bounds[kSpan];
     for (int i = 0; i < count; ++i) bounds[i] = bounds_of((begin + i) * kRecordKeys);
-    plan_.paged_.rank({item_->rows, d, queries_.data(), count, bounds, value, stride});
-    item_->bytes += int64_t(count) * d * 4;
+    plan_.paged_.rank({item_->rows, d, rank_weight_.data(), count, bounds, value, stride});
+    item_->bytes += int64_t(count) * bounds_bytes(d);
 }
 
 void TopkTile::rank_part(TopkPlan::Part* part) {
+    split_queries();
     const int64_t count = part->end - part->begin;
     part->rank.resize(size_t(item_->rows * count));
     for (int64_t i = 0; i < count; i += kSpan)
@@ -77,6 +91,7 @@ void TopkTile::rank_all() {
         plan_.select_.offer(own.records, value + lo, int32_t(base + lo), hi - lo, order_.data());
     };
     if (item_->parts == 0) {
+        split_queries();
         const auto [begin, end] = plan_.rank_range(*item_, args_->layer.window);
         for (int64_t base = begin; base < end; base += kSpan) {
             const int count = int(std::min<int64_t>(kSpan, end - base));

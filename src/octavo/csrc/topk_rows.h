@@ -13,6 +13,8 @@ namespace octavo {
 constexpr int kRecordKeys = 16;
 // How many records ahead memory is asked for.
 constexpr int kRecordsAhead = 4;
+// The same for bounds, which are read faster.
+constexpr int kBoundsAhead = 16;
 static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
 
 // One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the mean of the keys in float16
@@ -130,9 +132,9 @@ struct TailTask {
 struct RankTask {
     int rows;
     int head_dim;
-    const float* const* q;  // [rows][head_dim]
+    const float* weight;  // [rows][2][head_dim]: q where it is negative, which asks for the least, and where it is not
     int num_records;
-    const uint16_t* const* bounds;  // [num_records][2][head_dim] float16
+    const uint8_t* const* bounds;  // of each record, see seal_bounds
     float* value;
     int64_t value_stride;
 };

@@ -113,19 +113,26 @@ void seal_mean_value(const void* value, bool half, bool known, int head_dim, con
     if (!known) mean[0] = kNotKnown;
 }
 
-void seal_bounds(const void* key, bool half, int head_dim, const Isa& isa, uint16_t* bounds) {
-    float low[256], high[256];
+void seal_bounds(const void* key, bool half, int head_dim, uint8_t* bounds) {
+    constexpr float kMostCode = 127.0f;
+    float low[256], high[256], largest = 0.0f;
     for (int i = 0; i < kRecordKeys; ++i)
         for (int d = 0; d < head_dim; ++d) {
             const int at = i * head_dim + d;
             const float k = half ? half_to_float(static_cast<const uint16_t*>(key)[at]) : static_cast<const float*>(key)[at];
-            if (i == 0) low[d] = high[d] = k;
-            // A NaN stays: nothing is less or greater.
-            if (k < low[d] || k != k) low[d] = k;
-            if (k > high[d] || k != k) high[d] = k;
+            low[d] = i == 0 ? k : std::min(low[d], k);
+            high[d] = i == 0 ? k : std::max(high[d], k);
+            // A NaN stays: nothing is greater.
+            if (std::fabs(k) > largest || k != k) largest = std::fabs(k);
         }
-    isa.to_half(low, head_dim, bounds);
-    isa.to_half(high, head_dim, bounds + head_dim);
+    float step = largest / kMostCode;
+    if (!(largest <= std::numeric_limits<float>::max())) step = std::numeric_limits<float>::quiet_NaN();
+    auto* code = reinterpret_cast<int8_t*>(bounds);
+    for (int d = 0; d < head_dim; ++d) {
+        code[d] = step > 0.0f ? int8_t(std::nearbyint(low[d] / step)) : int8_t(0);
+        code[head_dim + d] = step > 0.0f ? int8_t(std::nearbyint(high[d] / step)) : int8_t(0);
+    }
+    std::memcpy(bounds + 2 * head_dim, &step, sizeof step);
 }
 
 void prepare_query(const float* q, int head_dim, float scale, int16_t* code, ScanQuery* query) {

@@ -66,6 +66,7 @@ private:
     void take_found(Row& row, const TopkPlan::Found& found);
     void rank_all();
     void rank_part(TopkPlan::Part* part);
+    void split_queries();
     void rank_some(int64_t begin, int count, float* value, int64_t stride);
     void take_ranked(int r, const ScanQuery& query, int64_t first_ranked, int64_t end_ranked);
     void adapt_all();
@@ -94,7 +95,7 @@ private:
     int64_t record_of(int64_t position) const;
     int64_t compact_record_of(int64_t position) const;
     const uint8_t* scan_record(int64_t position) const;
-    const uint16_t* bounds_of(int64_t position) const;
+    const uint8_t* bounds_of(int64_t position) const;
     const uint16_t* mean_value_of(int64_t position) const;
     const void* at(const char* base, int64_t position) const;
     void ask_for_keys(const Row& row, const int32_t* position, int count);
@@ -124,6 +125,7 @@ private:
     std::vector<int16_t> codes_;
     std::vector<uint16_t> means_;  // [16][head_dim] of keys
     std::vector<float> lower_;
+    std::vector<float> rank_weight_;  // see RankTask
 };
 
 }  // namespace octavo

@@ -12,9 +12,6 @@ namespace {
 
 inline void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Records whose bounds memory is asked for ahead: they are read faster than those that are scanned.
-constexpr int kBoundsAhead = 16;
-
 inline __m512 load_half16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
@@ -180,34 +177,26 @@ void gather(const GatherTask& t) {
     }
 }
 
-inline __m512 load_two(const uint16_t* a, const uint16_t* b) {
-    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(a));
-    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(b));
-    return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
-}
-
-// Two records at once, each in the eight lanes that its sum is defined with.
 template <int R>
 void rank_rows(const RankTask& t, int row) {
-    for (int i = 0; i < t.num_records; i += 2) {
-        const bool both = i + 1 < t.num_records;
-        const uint16_t *low0 = t.bounds[i], *low1 = t.bounds[both ? i + 1 : i];
-        if (row == 0)
-            for (int j = i + kBoundsAhead; j < i + kBoundsAhead + 2 && j < t.num_records; ++j)
-                for (int d = 0; d < 2 * t.head_dim; d += 32) prefetch_l2(t.bounds[j] + d);
+    const int n = 2 * t.head_dim;
+    for (int i = 0; i < t.num_records; ++i) {
+        const auto* code = reinterpret_cast<const int8_t*>(t.bounds[i]);
+        if (row == 0 && i + kBoundsAhead < t.num_records)
+            for (int d = 0; d < n; d += 64) prefetch_l2(t.bounds[i + kBoundsAhead] + d);
         __m512 sum[R];
         UNROLL for (int r = 0; r < R; ++r) sum[r] = _mm512_setzero_ps();
-        for (int d = 0; d < t.head_dim; d += 8) {
-            const __m512 l = load_two(low0 + d, low1 + d), h = load_two(low0 + t.head_dim + d, low1 + t.head_dim + d);
-            UNROLL for (int r = 0; r < R; ++r) {
-                const __m512 q = _mm512_broadcast_f32x8(_mm256_loadu_ps(t.q[row + r] + d));
-                sum[r] = _mm512_add_ps(sum[r], _mm512_max_ps(_mm512_mul_ps(q, l), _mm512_mul_ps(q, h)));
-            }
+        for (int d = 0; d < n; d += 16) {
+            const __m512 c =
+                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(code + d))));
+            UNROLL for (int r = 0; r < R; ++r)
+                sum[r] = _mm512_add_ps(sum[r], _mm512_mul_ps(_mm512_loadu_ps(t.weight + (row + r) * n + d), c));
         }
+        float step;
+        __builtin_memcpy(&step, code + n, sizeof step);
         UNROLL for (int r = 0; r < R; ++r) {
-            float* to = t.value + (row + r) * t.value_stride + i;
-            to[0] = fold8(_mm512_castps512_ps256(sum[r]));
-            if (both) to[1] = fold8(_mm512_extractf32x8_ps(sum[r], 1));
+            const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(sum[r]), _mm512_extractf32x8_ps(sum[r], 1));
+            t.value[(row + r) * t.value_stride + i] = fold8(eight) * step;
         }
     }
 }

@@ -78,9 +78,9 @@ class TopkPlanes(NamedTuple):
 
     ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 and their
     mean; ``mean_value`` [num_blocks, num_kv_heads, block_size / 16, head_dim] float16 the mean of the values,
-    None where no sequence may ask for the tail; ``bounds`` [num_blocks, num_kv_heads, block_size / 16, 2,
-    head_dim] float16 the least and the greatest of the keys, None where no sequence may ask for the fast
-    mode.
+    None where no sequence may ask for the tail; ``bounds`` [num_blocks, num_kv_heads, block_size / 16,
+    bounds bytes] uint8 the least and the greatest of the keys in int8, and what a code stands for in float32,
+    None where no sequence may ask for the fast mode.
     """
 
     scan: torch.Tensor
@@ -94,7 +94,7 @@ class CompactKV(NamedTuple):
     ``key`` and ``value`` are [num_compact, num_kv_heads, block_size / 16, record bytes] uint8. A record of
     keys is as in the scan plane: key j of its 16 is mean + scale_j code_j. A value with 8 bits is
     scale_j code_j, with 4 bits minimum_j + scale_j code_j; see ``octavo.kernels.compact``.
-    ``mean_value`` [..., head_dim] float16 and ``bounds`` [..., 2, head_dim] float16 are as in ``TopkPlanes``,
+    ``mean_value`` [..., head_dim] float16 and ``bounds`` [..., bounds bytes] uint8 are as in ``TopkPlanes``,
     None where the layer's planes have none.
     """
 

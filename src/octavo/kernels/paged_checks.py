@@ -171,7 +171,7 @@ def check_compact(compact: CompactKV, spans: tuple[int, int], head_dim: int, val
         ("compact key", compact.key, (_native.record_bytes(head_dim),), torch.uint8),
         ("compact value", compact.value, (value_bytes,), torch.uint8),
         ("compact mean_value", compact.mean_value, (head_dim,), torch.float16),
-        ("compact bounds", compact.bounds, (2, head_dim), torch.float16),
+        ("compact bounds", compact.bounds, (_native.bounds_bytes(head_dim),), torch.uint8),
     ):
         if x is None:
             continue

@@ -325,9 +325,9 @@ def fast_spans(q: torch.Tensor, keys: torch.Tensor, first: int, topk: int) -> to
     [positions, d].
 
     Spans of 16 that are seen whole and lie before the recent keys are ranked, all but the first of them, by
-    the sum over the dimensions of the larger of q min and q max; min and max are in float16, the sum goes in
-    8 lanes. The first ceil(4 topk / 16) in a stable sort compete, and so does everything beside the ranked
-    spans.
+    the sum over the dimensions of the larger of q min and q max; min and max are whole numbers of a step, a
+    127th of the span's largest, and the sum goes in 16 lanes. The first ceil(4 topk / 16) in a stable sort
+    compete, and so does everything beside the ranked spans.
     """
     position = len(keys) - 1
     others_end = max(first, position + 1 - topk // 2)
@@ -337,13 +337,15 @@ def fast_spans(q: torch.Tensor, keys: torch.Tensor, first: int, topk: int) -> to
     if end <= start:
         return competes
     spans = keys[start * 16 : end * 16].float().view(end - start, 16, -1)
-    low, high = spans.amin(1).half().float(), spans.amax(1).half().float()
-    products = torch.maximum(q * low, q * high).view(end - start, -1, 8)
-    lanes = torch.zeros(len(spans), 8)
+    step = spans.abs().amax((1, 2)) / 127
+    codes = torch.cat([spans.amin(1), spans.amax(1)], 1).div(step[:, None]).round().nan_to_num(0)
+    weight = torch.cat([q.clamp(max=0), q.clamp(min=0)])
+    products = (weight * codes).view(end - start, -1, 16)
+    lanes = torch.zeros(len(spans), 16)
     for i in range(products.shape[1]):
         lanes = lanes + products[:, i]
-    a, b, c, d, e, f, g, h = lanes.unbind(1)
-    rank = ((a + e) + (c + g)) + ((b + f) + (d + h))
+    a, b, c, d, e, f, g, h = (lanes[:, :8] + lanes[:, 8:]).unbind(1)
+    rank = (((a + e) + (c + g)) + ((b + f) + (d + h))) * step
     order = torch.sort(rank, descending=True, stable=True).indices
     for span in order[-(-4 * topk // 16) :].tolist():
         competes[(start + span) * 16 : (start + span + 1) * 16] = False

@@ -113,6 +113,11 @@ def record_bytes(head_dim: int) -> int:
     return _native.record_bytes(head_dim)
 
 
+def bounds_bytes(head_dim: int) -> int:
+    """Bytes that the bounds of 16 keys of one KV head take, with fast mode."""
+    return _native.bounds_bytes(head_dim)
+
+
 def empty_planes(
     num_blocks: int, spec: AttentionSpec, *, tail: bool = False, fast: bool = False
 ) -> TopkPlanes:
@@ -120,9 +125,8 @@ def empty_planes(
     spans = (num_blocks, spec.num_kv_heads, spec.block_size // RECORD_KEYS)
     scan = torch.zeros(*spans, record_bytes(spec.head_dim), dtype=torch.uint8)
     mean_value = torch.zeros(*spans, spec.head_dim, dtype=torch.float16) if tail else None
-    return TopkPlanes(
-        scan, mean_value, torch.zeros(*spans, 2, spec.head_dim, dtype=torch.float16) if fast else None
-    )
+    bounds = torch.zeros(*spans, bounds_bytes(spec.head_dim), dtype=torch.uint8) if fast else None
+    return TopkPlanes(scan, mean_value, bounds)
 
 
 def policies(each: Sequence[Policy]) -> torch.Tensor:
@@ -215,7 +219,7 @@ def _check_planes(planes: TopkPlanes, num_blocks: int, spec: AttentionSpec) -> N
     for name, plane, wanted, dtype in (
         ("scan", planes.scan, (record_bytes(spec.head_dim),), torch.uint8),
         ("mean_value", planes.mean_value, (spec.head_dim,), torch.float16),
-        ("bounds", planes.bounds, (2, spec.head_dim), torch.float16),
+        ("bounds", planes.bounds, (bounds_bytes(spec.head_dim),), torch.uint8),
     ):
         if plane is None:
             continue
