@@ -372,6 +372,7 @@ REPORT_COLUMNS: int
 POLICY_COLUMNS: int
 
 def record_bytes(head_dim: int) -> int: ...
+def bounds_bytes(head_dim: int) -> int: ...
 def scan_bounds(
     *,
     q: int,
