@@ -22,10 +22,10 @@ def longest_lawful_hit(model: FakeModel, tokens: list[int], most: int) -> int:
     nodes = []
     chain = cache.chain(tokens, "")
     for digest in cache.digests(chain):
-        if digest not in cache._by_digest:
+        if digest not in cache.forest.by_digest:
             break
-        nodes.append(cache._by_digest[digest])
-    tails = [n for n in cache._by_key.values() if not n.digest]
+        nodes.append(cache.forest.by_digest[digest])
+    tails = [n for n in cache.forest.by_key.values() if not n.digest]
     best = 0
     for length in range(1, most + 1):
         whole, rows = divmod(length, SIZE)

@@ -397,7 +397,7 @@ def test_s16_nothing_is_left_after_many_requests() -> None:
     assert not scheduler._waiting._claims
     assert not scheduler._waiting._put_off
     assert len(scheduler._blocks.cache) == stats.cached_blocks
-    assert len(scheduler._blocks.cache._roots) <= 1
+    assert len(scheduler._blocks.cache.forest.roots) <= 1
 
 
 # ---- the limit for prompts beside answers

@@ -206,14 +206,14 @@ def test_the_way_down_is_found_wherever_ways_part(value: bytes | None) -> None:
             cache.evict()  # the ways that were added last are not always there
         wanted = [*rng.choice(prompts)[: rng.randrange(91)], 0, 1, 0]
         chain, path = cache.chain(wanted, ""), list[Node]()
-        nodes = {(node.parent, node.tokens): node for node in cache._by_key.values()}
-        node = cache._roots.get(chain.root_name)
+        nodes = {(node.parent, node.tokens): node for node in cache.forest.by_key.values()}
+        node = cache.forest.roots.get(chain.root_name)
         for start in range(0, (len(wanted) - 1) // 2 * 8, 8):
             node = nodes.get((node, bytes(chain.packed[start : start + 8])))
             if node is None:
                 break
             path.append(node)
-        assert cache.known(chain) == path
+        assert cache.forest.known(chain) == path
         found = max(found, len(path))
     assert cache.num_evictions > 100
     assert found > (40 if value is None else 0)
@@ -277,7 +277,7 @@ def test_eviction_is_leaf_first_and_spares_what_is_used() -> None:
     cache.release(chain, None, 0)
     assert {evicted(cache), evicted(cache)} == used
     assert cache.evict() is None
-    assert not cache._roots
+    assert not cache.forest.roots
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -385,7 +385,7 @@ def test_any_string_is_a_salt(salt: str) -> None:
     assert hit(cache, list(range(9)), salt=salt) == 8
     while cache.evict() is not None:
         pass
-    assert not cache._roots
+    assert not cache.forest.roots
 
 
 def test_p09_the_reason_names_the_first_token_that_is_computed() -> None:

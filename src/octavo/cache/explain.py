@@ -52,7 +52,7 @@ def explain(cache: PrefixCache, chain: Chain, match: Match, num_loaded: int = 0)
 
 def _policy_with_more(cache: PrefixCache, chain: Chain, rows: int) -> str | None:
     """Another attention policy under which more of these tokens are cached, of the last few in use."""
-    for policy in list(cache.policies)[-MAX_POLICIES_LOOKED_AT:]:
+    for policy in list(cache.forest.policies)[-MAX_POLICIES_LOOKED_AT:]:
         if policy != chain.policy:
             match = cache.match(Chain(chain.salt, chain.packed, policy))
             if len(match.nodes) * cache.block_size + match.tail_rows > rows:

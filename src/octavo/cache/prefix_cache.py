@@ -1,10 +1,9 @@
 """Which written blocks can serve another request that starts with the same tokens. Free of torch.
 
 The cache is a forest, one tree for each salt and attention policy. A node is a block whose rows are
-written; its place in the tree is the chain of blocks before it. Full blocks are found by their tokens and
-their place, and named by their chain digest; the rest of a prefix, shorter than a block, is found by the
-sorted order of a node's children. The cache holds no reference counts of block tables (the pool does): it
-counts the chains that pass through a node.
+written; its place in the tree is the chain of blocks before it (see :class:`~octavo.cache.forest.Forest`).
+The cache holds no reference counts of block tables (the pool does): it counts the chains that pass through a
+node.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ from octavo.cache.chain import (
     Match,
     Node,
     Reach,
-    child_key,
-    common_tokens,
-    newest_below,
     num_used,
     num_with_compact,
     pack,
@@ -30,7 +26,7 @@ from octavo.cache.chain import (
     run_ends,
     sha256,
 )
-from octavo.cache.sorted_keys import SortedKeys
+from octavo.cache.forest import Forest
 from octavo.cache.spare import Spare
 from octavo.cache.summaries import Summaries, Summary
 from octavo.cache.unused_leaves import UnusedLeaves
@@ -38,8 +34,6 @@ from octavo.kernels.history_layout import first_kept, layout
 
 #: Share of the pool that blocks which were hit may claim before the oldest of them age out.
 PROTECTED_SHARE = 0.8
-#: Nodes of a way down that are compared at once, at first and after a parting; then twice as many each time.
-FIRST_STRIDE = 16
 
 
 class Evicted(NamedTuple):
@@ -85,20 +79,14 @@ class PrefixCache:
         self._fingerprint = fingerprint
         self._hash = hash_function
         self._max_protected = int(PROTECTED_SHARE * num_blocks)
-        self._block_bytes = block_size * TOKEN_BYTES
-        self._serial = 0
         self._clock = 0
+        self.forest = Forest(block_size)
         self._forget_all()
 
     def _forget_all(self) -> None:
-        #: Attention policies that something was cached under, in the order of their first use.
-        self.policies: dict[str, None] = {}
-        self._roots: dict[bytes, Node] = {}
-        self._by_digest: dict[bytes, Node] = {}
+        self.forest.clear()
         self._by_block: dict[int, Node] = {}
         self._by_compact: dict[int, Node] = {}
-        self._by_key: dict[bytes, Node] = {}
-        self._children: SortedKeys[bytes] = SortedKeys()
         self._leaves = UnusedLeaves(self._max_protected)
         self._spare = Spare(self.window_blocks)
         self.summaries = Summaries()
@@ -111,7 +99,7 @@ class PrefixCache:
 
     def __len__(self) -> int:
         """Cached blocks, used or not."""
-        return len(self._by_key)
+        return len(self.forest.by_key)
 
     def holds(self, block: int) -> bool:
         """True when the block is cached as stored, so that its rows must be kept."""
@@ -144,7 +132,7 @@ class PrefixCache:
 
     def digests(self, chain: Chain) -> list[bytes]:
         """The digests of all full blocks of the chain; hashes only what is new."""
-        digests, size = chain.digests, self._block_bytes
+        digests, size = chain.digests, self.forest.block_bytes
         for start in range(len(digests) * size, len(chain.packed) - size + 1, size):
             parent = digests[-1] if digests else self.root_digest(chain)
             digests.append(self._hash(parent + bytes(chain.packed[start : start + size])))
@@ -159,9 +147,9 @@ class PrefixCache:
 
     def match(self, chain: Chain) -> Match:
         """The longest cached prefix of a chain that can be read, less than all of it. Changes nothing."""
-        nodes = self.known(chain)
-        node = nodes[-1] if nodes else self._roots.get(chain.root_name)
-        if node is None or not self.enabled:
+        nodes = self.forest.known(chain)
+        node = nodes[-1] if nodes else self.forest.roots.get(chain.root_name)
+        if node is None:
             return Match()
         count, num_compact, summarised = self._reach(nodes)
         if count < len(nodes):
@@ -169,7 +157,7 @@ class PrefixCache:
         start, limit = len(nodes) * self.block_size, chain.num_tokens - 1
         end = min(start + self.block_size, limit)
         wanted = bytes(chain.packed[start * TOKEN_BYTES : end * TOKEN_BYTES])
-        tail, rows = self._longest_common(node, wanted)
+        tail, rows = self.forest.longest_common(node, wanted)
         return Match(nodes, tail, rows, num_compact, nodes, summarised)
 
     def _reach(self, nodes: Sequence[Node]) -> Reach:
@@ -193,51 +181,10 @@ class PrefixCache:
             len(nodes), is_stored, ends.__getitem__, self.window_blocks, self.budget_blocks, has_layout
         )
 
-    def known(self, chain: Chain) -> list[Node]:
-        """The nodes of the longest prefix of whole blocks that is cached in any form, less than all of it.
-
-        The way that was added last is tried first, many blocks at once; so what is cached costs neither
-        look-ups nor hashes, but where ways part. Compares no more in vain than it finds, but for a few.
-        """
-        node, nodes = self._roots.get(chain.root_name), list[Node]()
-        if node is None or not self.enabled:
-            return nodes
-        size, stride = self._block_bytes, FIRST_STRIDE
-        # The last token is always computed: its hidden state gives the next one.
-        num_blocks = (chain.num_tokens - 1) // self.block_size
-        while len(nodes) < num_blocks:
-            way, start = newest_below(node, min(stride, num_blocks - len(nodes))), len(nodes) * size
-            tokens = b"".join([n.tokens for n in way])
-            same = common_tokens(tokens, chain.packed[start : start + len(tokens)]) // self.block_size
-            nodes += way if same == len(way) else way[:same]
-            stride *= 2
-            if same < len(way) or not way:
-                node, start = nodes[-1] if nodes else node, len(nodes) * size
-                child = self._by_key.get(child_key(node, chain.packed[start : start + size]))
-                if child is None:
-                    break
-                nodes.append(child)
-                stride = FIRST_STRIDE
-            node = nodes[-1]
-        chain.digests += [n.digest for n in nodes[len(chain.digests) :]]
-        return nodes
-
     @staticmethod
     def _is(node: Node, parent: Node, tokens: bytes | bytearray) -> bool:
         """A digest is only a hint: equal tokens under the same parent are the proof."""
         return node.parent is parent and node.tokens == tokens
-
-    def _longest_common(self, parent: Node, wanted: bytes) -> tuple[Node | None, int]:
-        # In sorted order the longest common prefix is with one of the two neighbours.
-        best, rows = None, 0
-        key = child_key(parent, wanted)
-        for neighbour in (self._children.at_or_above(key), self._children.below(key)):
-            node = self._by_key[neighbour] if neighbour is not None else None
-            if node is not None and node.parent is parent and node.block != NO_BLOCK:
-                common = common_tokens(node.tokens, wanted)
-                if common > rows:
-                    best, rows = node, common
-        return best, rows
 
     def commit(self, chain: Chain, match: Match, *, hit: bool) -> None:
         """Use what was matched. ``hit`` False (a resume) protects nothing."""
@@ -355,16 +302,16 @@ class PrefixCache:
 
     def _extend(self, chain: Chain, block: int, compact: int) -> Node | None:
         """The node of the chain's next full block, a new one with these forms; None for a hash collision."""
-        index = len(chain.path)
+        index, size = len(chain.path), self.forest.block_bytes
         digest = self.digests(chain)[index]
-        tokens = bytes(chain.packed[index * self._block_bytes : (index + 1) * self._block_bytes])
-        parent = chain.path[-1] if chain.path else self._root(chain)
-        node = self._by_digest.get(digest)
+        tokens = bytes(chain.packed[index * size : (index + 1) * size])
+        parent = chain.path[-1] if chain.path else self.forest.root(chain)
+        node = self.forest.by_digest.get(digest)
         if node is None:
             node = self._insert(parent, tokens, block, digest, compact)
         elif not self._is(node, parent, tokens):
             chain.broken = True
-            self._drop_childless_root(parent)
+            self.forest.drop_childless_root(parent)
             return None
         self._clock += 1
         self._before_use(node)
@@ -411,11 +358,10 @@ class PrefixCache:
         """
         self._clock += 1
         if tail_block is not None and tail_rows and not chain.broken:
-            parent = chain.path[-1] if chain.path else self._root(chain)
-            start = len(chain.path) * self._block_bytes
+            parent = chain.path[-1] if chain.path else self.forest.root(chain)
+            start = len(chain.path) * self.forest.block_bytes
             tokens = bytes(chain.packed[start : start + tail_rows * TOKEN_BYTES])
-            above = self._children.at_or_above(child_key(parent, tokens))
-            if above is None or not above.startswith(child_key(parent, tokens)):
+            if not self.forest.has_child(parent, tokens):
                 tail = self._insert(parent, tokens, tail_block, b"")
                 tail.last_used = self._clock
                 self._enqueue(tail)
@@ -442,40 +388,22 @@ class PrefixCache:
         chain.path, chain.num_compact, chain.num_summarised = [], 0, 0
         chain.broken = not self.enabled
 
-    def _root(self, chain: Chain) -> Node:
-        name = chain.root_name
-        root = self._roots.get(name)
-        if root is None:
-            self._serial += 1
-            root = self._roots[name] = Node(self._serial, NO_BLOCK, None, name, b"")
-            self.policies[chain.policy] = None
-        return root
-
     def _insert(
         self, parent: Node, tokens: bytes, block: int, digest: bytes, compact: int = NO_BLOCK
     ) -> Node:
         """Add a node below ``parent``, which the chain uses, so that it is in no queue."""
-        self._serial += 1
-        node = Node(self._serial, block, parent, tokens, digest, compact)
-        key = node.key
-        shorter = self._children.below(key)
-        if shorter is not None and key.startswith(shorter):
+        node, old = self.forest.add(parent, tokens, block, digest, compact)
+        if old is not None:
             # A tail that the new block begins with is of no more use: it goes first.
-            old = self._by_key[shorter]
             self._leaves.remove(old)
             old.last_used = 0
             self._enqueue(old)
-        self._children.add(key)
-        self._by_key[key] = node
         if block != NO_BLOCK:
             self._by_block[block] = node
             self.num_evictable += 1
         if compact != NO_BLOCK:
             self._by_compact[compact] = node
             self._num_idle_compact += 1
-        if len(tokens) == self._block_bytes:
-            self._by_digest[digest] = parent.newest = node
-        parent.num_children += 1
         self._spare.children_changed(parent, parent.num_children - 1)
         self._spare.added(node)
         return node
@@ -534,23 +462,14 @@ class PrefixCache:
     def _remove(self, node: Node) -> Evicted:
         self._leaves.remove(node)
         self._leaves.unprotect(node)
-        key, parent = node.key, node.parent
-        assert parent is not None
-        self._children.remove(key)
         self._spare.removed(node)
-        del self._by_key[key]
         evicted = Evicted(node.block, tuple(self._forget_compact(node)))
         if node.block != NO_BLOCK:
             del self._by_block[node.block]
             self.num_evictable -= 1
-        if len(node.tokens) == self._block_bytes:
-            del self._by_digest[node.digest]
-        if parent.newest is node:
-            parent.newest = None
-        parent.num_children -= 1
+        parent = self.forest.remove(node)
         self._spare.children_changed(parent, parent.num_children + 1)
         self._enqueue(parent)
-        self._drop_childless_root(parent)
         return evicted
 
     def _forget_compact(self, node: Node) -> list[int]:
@@ -566,10 +485,6 @@ class PrefixCache:
             blocks.append(summary.block)
             self.summaries.forget(summary)
         return blocks
-
-    def _drop_childless_root(self, node: Node) -> None:
-        if node.parent is None and node.num_children == 0:
-            del self._roots[node.tokens]
 
     def check_invariants(self, chains: Iterable[Chain]) -> None:
         """Raise AssertionError unless tree, digests, counts and queues agree (for tests)."""
