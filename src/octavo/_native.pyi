@@ -382,6 +382,7 @@ def scan_bounds(
     num_records: int,
     head_dim: int,
     scale: float,
+    tail: bool,
     out: tuple[int, int, int],
     isa: str,
 ) -> None: ...

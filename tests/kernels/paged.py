@@ -125,7 +125,10 @@ def with_history(paged: Paged, placement: int = 0, pad: float = float("nan")) ->
     counts = [case.compact_blocks(n - 1) for _, n in case.seqs]
     num_compact = 2 * sum(counts) + 2
     order = torch.randperm(num_compact, generator=torch.Generator().manual_seed(placement + 1)).tolist()
-    kv = kv._replace(compact=empty_compact(case, num_compact, planes=kv.planes is not None))
+    empty = empty_compact(case, num_compact, planes=kv.planes is not None)
+    if kv.planes is not None and kv.planes.mean_value is None:
+        empty = empty._replace(mean_value=None)
+    kv = kv._replace(compact=empty)
     compact_table = torch.zeros(len(counts), max(counts) + 1, dtype=torch.int32)
     pairs = []
     for s, count in enumerate(counts):

@@ -64,10 +64,10 @@ def test_nothing_is_off_by_more_than_half_a_step(
     )
     k, v = expanded(key, value, bits)
     spans = key.double().unflatten(2, (2, 16))
-    mean = spans.mean(3, keepdim=True)
-    off_mean = (spans - mean).abs() + mean.abs() * 2.0**-10 + 2.0**-23  # the mean is kept in float16
+    middle = (spans.amin(3, keepdim=True) + spans.amax(3, keepdim=True)) / 2
+    off_middle = (spans - middle).abs() + middle.abs() * 2.0**-10 + 2.0**-23  # the middle is kept in float16
     # A key's scale is a normal float16.
-    step = steps(off_mean.amax(-1, keepdim=True), 127).clamp(min=2.0**-14)
+    step = steps(off_middle.amax(-1, keepdim=True), 127).clamp(min=2.0**-14)
     round_off = 2.0**-23 * (spans.abs() + step)
     assert ((k.double().unflatten(2, (2, 16)) - spans).abs() <= step * 0.5 + round_off).all()
     exact = value.double()
@@ -115,11 +115,12 @@ def test_what_cannot_be_held_is_nan_and_nothing_else_is(dtype: torch.dtype, bits
     key[0, 0, 20, 7] = bad
     k, v = expanded(key, value, bits)
     assert v[0, 0, 3].isnan().all()
-    # The mean of the record goes with its key, and so do all of its keys.
-    assert k[0, 0, 16:].isnan().all()
-    v[0, 0, 3], k[0, 0, 16:] = want_v[0, 0, 3], want_k[0, 0, 16:]
+    assert k[0, 0, 20].isnan().all()
+    v[0, 0, 3], k[0, 0, 20] = want_v[0, 0, 3], want_k[0, 0, 20]
     assert torch.equal(v, want_v)
-    assert torch.equal(k, want_k)
+    assert torch.equal(k[0, 0, :16], want_k[0, 0, :16])
+    # What the others of its record are taken from may lie elsewhere without it.
+    assert (k - want_k).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("bits", [8, 4])

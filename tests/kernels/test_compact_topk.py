@@ -21,11 +21,12 @@ BASE = Case(seqs=((1500, 1500),), num_heads=4, num_kv_heads=2, head_dim=64, hist
 FORMS = [(dtype, value_bits) for dtype in (torch.float32, torch.float16) for value_bits in (8, 4)]
 
 
-def prepare(case: Case, placement: int = 0) -> Paged:
-    """With planes of the blocks that are read as stored, and compact blocks with their means and bounds."""
+def prepare(case: Case, placement: int = 0, *, tail: bool = True) -> Paged:
+    """With planes of the blocks that are read as stored, and compact blocks with their bounds and, for a
+    ``tail``, means."""
     stored = build_stored(case, placement)
     kv = stored.kv._replace(
-        planes=topk_paged.empty_planes(stored.kv.key.shape[0], case.spec, tail=True, fast=True)
+        planes=topk_paged.empty_planes(stored.kv.key.shape[0], case.spec, tail=tail, fast=True)
     )
     starts = torch.tensor([0] + [n for _, n in case.seqs]).cumsum(0).int()
     plan = topk_paged.plan(
@@ -62,7 +63,7 @@ class Row(NamedTuple):
 
 def scan(q: torch.Tensor, keys: torch.Tensor, scale: float) -> list[torch.Tensor]:
     padded = torch.nn.functional.pad(keys, (0, 0, 0, -len(keys) % 16)).contiguous()
-    return [x[0, : len(keys)] for x in topk_paged.scan_bounds(q[None].contiguous(), padded, scale)]
+    return [x[0, : len(keys)] for x in topk_paged.scan_bounds(q[None].contiguous(), padded, scale, tail=True)]
 
 
 def rows_read(p: Paged) -> Iterator[Row]:
@@ -125,6 +126,23 @@ def test_it_keeps_what_the_definition_keeps(
         result = reference.tail_row(row.q, row.k, row.v, wanted.position, row.first, case.scale, row.stored)
         torch.testing.assert_close(tail[row.row, row.head].double(), result, atol=2e-5, rtol=1e-4)
     assert report.kept < report.visible
+
+
+@pytest.mark.parametrize("topk", [1, 32])
+@pytest.mark.parametrize(("dtype", "value_bits"), FORMS)
+def test_it_keeps_what_the_definition_keeps_where_no_tail_needs_means(
+    dtype: torch.dtype, value_bits: int, topk: int
+) -> None:
+    """Records have another reference then, in compact history and in the plane alike."""
+    case = BASE.with_(seqs=SEQS, kv_dtype=dtype, value_bits=value_bits, history_window=64)
+    p = prepare(case, tail=False)
+    out, details, _ = run(p, topk)
+    for row in rows_read(p):
+        wanted = reference.topk_row(row.score, row.v, 0, topk)
+        got = details.position[row.row, row.head]
+        assert got[got >= 0].tolist() == wanted.position.tolist()
+        torch.testing.assert_close(out[row.row, row.head].double(), wanted.out, atol=2e-5, rtol=1e-4)
+        assert wanted.dropped <= details.dropped[row.row, row.head].item() + 1e-12
 
 
 @pytest.mark.parametrize(("recent", "window"), [(16, None), (5, 300), (100, None)])

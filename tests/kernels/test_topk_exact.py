@@ -185,12 +185,13 @@ def test_no_certificate_is_violated(kind: str, dtype: torch.dtype, isa: str) -> 
         keys = KINDS[kind](torch.randn(320, KV_HEADS, dim, generator=g)).to(dtype)[:, 0].contiguous()
         for size in (1e-40, 1e-6, 1.0, 30.0, 1e20, 1e37):
             q = torch.randn(20, dim, generator=g) * size
-            value, bound, score = topk_paged.scan_bounds(q, keys, dim**-0.5, isa=isa)
-            known = bound.isfinite() & value.isfinite()
-            error = (score.double() - value.double()).abs()
-            assert (error <= bound.double())[known].all(), (dim, size)
-            if kind in ("random", "sink", "equal") and 1e-6 <= size <= 30.0:
-                assert known.all(), "nothing may be unknown here"
+            for tail in (False, True):
+                value, bound, score = topk_paged.scan_bounds(q, keys, dim**-0.5, tail=tail, isa=isa)
+                known = bound.isfinite() & value.isfinite()
+                error = (score.double() - value.double()).abs()
+                assert (error <= bound.double())[known].all(), (dim, size)
+                if kind in ("random", "sink", "equal") and 1e-6 <= size <= 30.0:
+                    assert known.all(), "nothing may be unknown here"
 
 
 def test_a_query_that_is_not_finite_is_scored_in_full() -> None:

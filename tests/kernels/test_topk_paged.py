@@ -185,7 +185,7 @@ def rows_with_scores(p: Paged):
         kv_head = head // (case.num_heads // case.num_kv_heads)
         seen_k, seen_v = (x[: position + 1, kv_head] for x in (k, v))
         keys = torch.nn.functional.pad(seen_k, (0, 0, 0, -len(seen_k) % 16)).contiguous()
-        found = topk_paged.scan_bounds(q[position, head][None].contiguous(), keys, case.scale)
+        found = topk_paged.scan_bounds(q[position, head][None].contiguous(), keys, case.scale, tail=True)
         value, bound, score = (x[0, : position + 1] for x in found)
         yield (row, head, position, first), q[position, head], seen_k, seen_v, value, bound, score
 

@@ -32,8 +32,8 @@ double rounded(double x, double least, double most) { return std::clamp((x + kRo
 
 // Where the record says that a key cannot be approximated, its scale says so too. The others are what they are: their
 // errors are 0, and rho of topk_scan.cpp also holds the rounding of mean + scale code. False where no key is held.
-bool seal_keys(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
-    const bool known = seal_record(key, half, head_dim, isa, record);
+bool seal_keys(const void* key, bool half, int head_dim, Reference reference, const Isa& isa, uint8_t* record) {
+    const bool known = seal_record(key, half, head_dim, reference, isa, record);
     const RecordLayout layout = record_layout(head_dim);
     for (int i = 0; i < kRecordKeys; ++i) {
         uint16_t error;
@@ -98,6 +98,8 @@ void seal_compact(const SealArgs& args, const Shape& shape, ThreadPool& pool, co
     }
     const int d = shape.head_dim, records = shape.block_size / kRecordKeys;
     const int64_t key_bytes = record_layout(d).bytes, value_bytes = value_layout(d, args.value_bits).bytes;
+    // As in the layer's scan plane: where rows of a tile differ, what a record says of its keys is taken from there.
+    const Reference reference = args.mean_value == nullptr ? Reference::middle : Reference::mean;
     pool.run(args.count * shape.num_kv_heads, [&](int, int64_t task) {
         const int32_t* pair = args.pairs + 2 * (task / shape.num_kv_heads);
         const int64_t head = task % shape.num_kv_heads;
@@ -107,7 +109,7 @@ void seal_compact(const SealArgs& args, const Shape& shape, ThreadPool& pool, co
             const int64_t record = (pair[1] * int64_t(shape.num_kv_heads) + head) * records + i;
             const char *key = static_cast<const char*>(args.key) + at, *value = static_cast<const char*>(args.value) + at;
             uint8_t* to = args.compact_key + record * key_bytes;
-            const bool known = seal_keys(key, shape.half, d, isa, to);
+            const bool known = seal_keys(key, shape.half, d, reference, isa, to);
             seal_values(value, shape.half, d, args.value_bits, isa, args.compact_value + record * value_bytes);
             if (args.bounds != nullptr) seal_bounds(key, shape.half, d, args.bounds + record * bounds_bytes(d));
             if (args.mean_value != nullptr)

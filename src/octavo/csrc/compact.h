@@ -26,9 +26,11 @@ struct SealArgs {
 // anything is written, for a block that there is not.
 void seal_compact(const SealArgs& args, const Shape& shape, ThreadPool& pool, const Isa& isa);
 
+enum class Reference;
+
 // One record each from 16 keys or values: element (key, d) at key + (i * head_dim + d). What a record cannot hold is NaN
 // in it. False where no key is held.
-bool seal_keys(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
+bool seal_keys(const void* key, bool half, int head_dim, Reference reference, const Isa& isa, uint8_t* record);
 void seal_values(const void* value, bool half, int head_dim, int value_bits, const Isa& isa, uint8_t* record);
 
 // An operation: destination, level, then 16 sources, which are compact blocks; those that a level has no use for are -1.

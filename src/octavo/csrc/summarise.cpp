@@ -109,7 +109,7 @@ void summarise_compact(const SummariseArgs& args, const Shape& shape, ThreadPool
                 store_mean(value_sum, each, head_dim, mean_value + e * head_dim);
             }
             const int64_t to = record(operation[0]);
-            seal_keys(mean_key, false, head_dim, isa, args.compact_key + to * key_bytes);
+            seal_keys(mean_key, false, head_dim, Reference::middle, isa, args.compact_key + to * key_bytes);
             seal_values(mean_value, false, head_dim, args.value_bits, isa, args.compact_value + to * value_bytes);
         }
     });

@@ -135,13 +135,14 @@ void bind_topk(nb::module_& m) {
     m.def(
         "scan_bounds",
         [](uintptr_t q, int num_queries, uintptr_t key, bool half, int num_records, int head_dim, float scale,
-           const std::tuple<uintptr_t, uintptr_t, uintptr_t>& out, const std::string& isa) {
-            scan_bounds(at<const float>(q), num_queries, {at<const void>(key), half, num_records, head_dim, scale},
+           bool tail, const std::tuple<uintptr_t, uintptr_t, uintptr_t>& out, const std::string& isa) {
+            const Reference reference = tail ? Reference::mean : Reference::middle;
+            scan_bounds(at<const float>(q), num_queries, {at<const void>(key), half, num_records, head_dim, scale, reference},
                         at<float>(std::get<0>(out)), at<float>(std::get<1>(out)), at<float>(std::get<2>(out)),
                         choose_isa(isa));
         },
-        nb::kw_only(), "q"_a, "num_queries"_a, "key"_a, "half"_a, "num_records"_a, "head_dim"_a, "scale"_a, "out"_a,
-        "isa"_a);
+        nb::kw_only(), "q"_a, "num_queries"_a, "key"_a, "half"_a, "num_records"_a, "head_dim"_a, "scale"_a, "tail"_a,
+        "out"_a, "isa"_a);
 }
 
 }  // namespace octavo

@@ -177,6 +177,7 @@ bool TopkPlan::cut(const Item& item, int64_t window, int64_t scans) {
 void TopkPlan::seal(const TopkLayerArgs& args) {
     const int64_t d = shape_.head_dim, record_bytes = record_layout(shape_.head_dim).bytes;
     const int64_t block_records = shape_.block_size / kRecordKeys;
+    const Reference reference = args.planes.mean_value == nullptr ? Reference::middle : Reference::mean;
     pool_.run(int64_t(seals_.size()) * shape_.num_kv_heads, [&](int, int64_t i) {
         const Seal& one = seals_[size_t(i / shape_.num_kv_heads)];
         const int64_t head = i % shape_.num_kv_heads;
@@ -186,7 +187,7 @@ void TopkPlan::seal(const TopkLayerArgs& args) {
         const int64_t at = (block * shape_.num_kv_heads + head) * shape_.block_size + offset;
         const char* key = static_cast<const char*>(args.layer.key) + at * d * (shape_.half ? 2 : 4);
         const int64_t record = (block * shape_.num_kv_heads + head) * block_records + offset / kRecordKeys;
-        const bool known = seal_record(key, shape_.half, shape_.head_dim, isa_, args.planes.scan + record * record_bytes);
+        const bool known = seal_record(key, shape_.half, shape_.head_dim, reference, isa_, args.planes.scan + record * record_bytes);
         if (args.planes.bounds != nullptr)
             seal_bounds(key, shape_.half, shape_.head_dim, args.planes.bounds + record * bounds_bytes(shape_.head_dim));
         if (args.planes.mean_value == nullptr) return;

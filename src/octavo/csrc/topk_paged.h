@@ -20,7 +20,7 @@ const PagedTopkIsa& paged_kernels(const Isa& isa);
 // The least float16 that is no smaller than x >= 0; infinite above the greatest, and for NaN.
 uint16_t half_up(double x, const Isa& isa);
 // Writes the record of 16 keys: element (key, d) at key + (i * head_dim + d). False where nothing is known of them.
-bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record);
+bool seal_record(const void* key, bool half, int head_dim, Reference reference, const Isa& isa, uint8_t* record);
 // The mean of 16 values as float16 [head_dim]; its first is NaN where it or the keys' mean is not `known`.
 void seal_mean_value(const void* value, bool half, bool known, int head_dim, const Isa& isa, uint16_t* mean);
 // The least and then the greatest of 16 keys in each dimension: int8 codes [2][head_dim], and the float that a code
@@ -38,6 +38,7 @@ struct ScanKeys {
     int num_records;
     int head_dim;
     float scale;
+    Reference reference;
 };
 void scan_bounds(const float* q, int num_queries, const ScanKeys& keys, float* value, float* bound, float* score,
                  const Isa& isa);

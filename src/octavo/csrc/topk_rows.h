@@ -17,10 +17,15 @@ constexpr int kRecordsAhead = 4;
 constexpr int kBoundsAhead = 16;
 static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
 
-// One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the mean of the keys in float16
+// What a record's residuals are taken from: the keys' mean, which the tail reads, or in each dimension the middle
+// between the least and the greatest, which leaves smaller ones beside a key that is unlike the others, as the first of a
+// sequence is.
+enum class Reference { mean, middle };
+
+// One record: 16 keys of one KV head, approximated. Offsets in bytes. With m the reference in float16
 // and r = k - m a key's residual, code c and scale s of the key give r_hat = s c, and |r - r_hat| <= error.
 //   code  [head_dim / 2][16 keys][2]  int8, -127 .. 127
-//   mean  [head_dim]                  float16
+//   mean  [head_dim]                  float16, m
 //   scale [16]                        float16, finite, at least 2^-14
 //   error [16]                        float16, rounded up; infinite where the key cannot be approximated
 //   norm                              float32, at least |m|

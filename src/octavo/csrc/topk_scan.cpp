@@ -48,18 +48,25 @@ uint16_t half_up(double x, const Isa& isa) {
     return out[0];
 }
 
-bool seal_record(const void* key, bool half, int head_dim, const Isa& isa, uint8_t* record) {
+bool seal_record(const void* key, bool half, int head_dim, Reference reference, const Isa& isa, uint8_t* record) {
     const RecordLayout layout = record_layout(head_dim);
-    float k[kRecordKeys][256], mean[256], sum[256] = {};
+    float k[kRecordKeys][256], mean[256], sum[256] = {}, low[256], high[256];
+    // Of the numbers that are finite: what else there is costs its own key alone.
+    std::fill(low, low + head_dim, std::numeric_limits<float>::max());
+    std::fill(high, high + head_dim, -std::numeric_limits<float>::max());
     uint16_t mean_half[256], scale[kRecordKeys], error[kRecordKeys];
     for (int i = 0; i < kRecordKeys; ++i) {
         for (int d = 0; d < head_dim; ++d) {
             const int at = i * head_dim + d;
             k[i][d] = half ? half_to_float(static_cast<const uint16_t*>(key)[at]) : static_cast<const float*>(key)[at];
             sum[d] += k[i][d];
+            if (!std::isfinite(k[i][d])) continue;
+            low[d] = std::min(low[d], k[i][d]);
+            high[d] = std::max(high[d], k[i][d]);
         }
     }
-    for (int d = 0; d < head_dim; ++d) mean[d] = sum[d] * (1.0f / kRecordKeys);
+    for (int d = 0; d < head_dim; ++d)
+        mean[d] = reference == Reference::mean ? sum[d] * (1.0f / kRecordKeys) : 0.5f * low[d] + 0.5f * high[d];
     isa.to_half(mean, head_dim, mean_half);
     double square = 0.0;
     bool known = true;
@@ -174,8 +181,8 @@ void scan_bounds(const float* q, int num_queries, const ScanKeys& keys, float* v
     const size_t element = keys.half ? 2 : 4;
     std::vector<uint8_t> plane(size_t(record_bytes) * size_t(keys.num_records));
     for (int i = 0; i < keys.num_records; ++i)
-        seal_record(static_cast<const char*>(keys.key) + size_t(i * kRecordKeys * d) * element, keys.half, d, isa,
-                    plane.data() + size_t(i) * size_t(record_bytes));
+        seal_record(static_cast<const char*>(keys.key) + size_t(i * kRecordKeys * d) * element, keys.half, d, keys.reference,
+                    isa, plane.data() + size_t(i) * size_t(record_bytes));
     std::vector<int16_t> code(static_cast<size_t>(d));
     float values[kScoreStride], bounds[kScoreStride], k[256];
     for (int r = 0; r < num_queries; ++r) {

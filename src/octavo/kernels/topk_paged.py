@@ -229,9 +229,10 @@ def _check_planes(planes: TopkPlanes, num_blocks: int, spec: AttentionSpec) -> N
 
 
 def scan_bounds(
-    q: torch.Tensor, key: torch.Tensor, scale: float, *, isa: str = "auto"
+    q: torch.Tensor, key: torch.Tensor, scale: float, *, tail: bool = False, isa: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the scan says of ``key`` ``[16 n, d]``, float32 or float16, for the rows ``q`` ``[m, d]`` (tests).
+    """What the scan says of ``key`` ``[16 n, d]``, float32 or float16, for the rows ``q`` ``[m, d]`` (tests);
+    ``tail``: where planes serve the tail too.
 
     Returns, each ``[m, 16 n]`` float32: values, bounds, and the scores by the shortest code, which lie within
     the bounds of the values wherever these are finite.
@@ -245,6 +246,7 @@ def scan_bounds(
         num_records=key.shape[0] // RECORD_KEYS,
         head_dim=q.shape[1],
         scale=scale,
+        tail=tail,
         out=(value.data_ptr(), bound.data_ptr(), score.data_ptr()),
         isa=isa,
     )
