@@ -76,11 +76,11 @@ def num_compact_blocks(position: int, history_window: int, block_size: int) -> i
 class TopkPlanes(NamedTuple):
     """What top-k attention keeps of every span of 16 keys beside one layer's K and V.
 
-    ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 and their
-    mean; ``mean_value`` [num_blocks, num_kv_heads, block_size / 16, head_dim] float16 the mean of the values,
-    None where no sequence may ask for the tail; ``bounds`` [num_blocks, num_kv_heads, block_size / 16,
-    bounds bytes] uint8 the least and the greatest of the keys in int8, and what a code stands for in float32,
-    None where no sequence may ask for the fast mode.
+    ``scan`` [num_blocks, num_kv_heads, block_size / 16, record bytes] uint8 holds the keys in int8 around
+    their middle, or with ``mean_value`` their mean; ``mean_value`` [num_blocks, num_kv_heads, block_size /
+    16, head_dim] float16 the mean of the values, None where no sequence may ask for the tail; ``bounds``
+    [num_blocks, num_kv_heads, block_size / 16, bounds bytes] uint8 the least and the greatest of the keys in
+    int8, and what a code stands for in float32, None where no sequence may ask for the fast mode.
     """
 
     scan: torch.Tensor
@@ -92,7 +92,7 @@ class CompactKV(NamedTuple):
     """One layer's compact history: blocks in 8 bits or fewer, with ids of their own.
 
     ``key`` and ``value`` are [num_compact, num_kv_heads, block_size / 16, record bytes] uint8. A record of
-    keys is as in the scan plane: key j of its 16 is mean + scale_j code_j. A value with 8 bits is
+    keys is as in the scan plane: key j of its 16 is middle (or mean) + scale_j code_j. A value with 8 bits is
     scale_j code_j, with 4 bits minimum_j + scale_j code_j; see ``octavo.kernels.compact``.
     ``mean_value`` [..., head_dim] float16 and ``bounds`` [..., bounds bytes] uint8 are as in ``TopkPlanes``,
     None where the layer's planes have none.
