@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
-# A worker a core; the tests of a file stay together, as they share a loaded model.
-PYTEST_ARGS ?= -m "not slow" -n auto --dist loadfile
+# A worker a core and one more, as some wait for servers; the tests of a file stay together and share a loaded model.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST_ARGS ?= -m "not slow" -n $(WORKERS) --dist loadfile
 DEMO_ARGS ?=
 # The engines that `octavo bench throughput --against` compares with, each in an environment of its own.
 PEERS_DIR ?= .peers

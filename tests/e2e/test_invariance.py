@@ -105,7 +105,7 @@ def test_a_prefix_hit_at_every_offset_under_every_policy(policy_baseline: Baseli
     check_offsets(policy_baseline, 700)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["warm", "preempted", "chunks of 7"])
 def test_the_same_answer_under_a_budget_of_keys(case: str, topk_baseline: Baseline) -> None:
     CASES[case](LIGHT, topk_baseline)
 
@@ -204,7 +204,14 @@ def test_the_report_counts_what_was_kept(topk_baseline: Baseline) -> None:
 SMALL = Matrix((17, 40), 4, {})
 
 
-@pytest.mark.parametrize("case", ["warm", "company", "chunks of 7"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("warm", marks=pytest.mark.slow),
+        "company",
+        pytest.param("chunks of 7", marks=pytest.mark.slow),
+    ],
+)
 def test_the_torch_decoder_gives_the_same_answer_within_its_tolerance(
     case: str, torch_baseline: Baseline
 ) -> None:

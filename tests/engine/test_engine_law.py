@@ -135,7 +135,10 @@ def _write_one_row_too_low(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "write", misplaced)
 
 
-@pytest.mark.parametrize("break_it", [_skip_the_copies, _draw_from_a_stream, _write_one_row_too_low])
+@pytest.mark.parametrize(
+    "break_it",
+    [_skip_the_copies, _draw_from_a_stream, pytest.param(_write_one_row_too_low, marks=pytest.mark.slow)],
+)
 def test_the_law_finds_a_fault(tiny, monkeypatch: pytest.MonkeyPatch, break_it) -> None:
     break_it(monkeypatch)
     quick = settings(SETTINGS, max_examples=200, phases=[Phase.generate], database=None, derandomize=True)

@@ -173,6 +173,7 @@ def test_goals_are_of_the_worst_window():
     assert [goal["met"] for goal in history_quality.perplexity_goals(rows)] == [False, True]
 
 
+@pytest.mark.slow
 def test_pressure(model: Path, files: tuple[Path, Path]):
     section = run(settings(model, files, "pressure"))["pressure"]
     assert section["answers_compared"] > 0

@@ -102,6 +102,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path):
         ServerProcess(str(tmp_path / "nothing-here"))
 
 
+@pytest.mark.slow
 def test_a_quick_run(tmp_path: Path):
     model = tmp_path / "tiny"
     write_tiny_model(model)
