@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
 # A worker a core and one more, as some wait for servers; the tests of a file stay together and share a loaded model.
+# In the order of the folders: the end-to-end tests, the longest, come early, where xdist would begin with the many short ones.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST_ARGS ?= -m "not slow" -n $(WORKERS) --dist loadfile
+PYTEST_ARGS ?= -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 # The engines that `octavo bench throughput --against` compares with, each in an environment of its own.
 PEERS_DIR ?= .peers
