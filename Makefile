@@ -8,10 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINT := $(VENV)/torch.txt
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard src/octavo/csrc/*)
-# A worker a core and one more, as some wait for servers; the tests of a file stay together and share a loaded model.
-# In the order of the folders: the end-to-end tests, the longest, come early, where xdist would begin with the many short ones.
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PYTEST_ARGS ?= -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker a core (one more takes longer); the tests of a file stay together, as they share a loaded model. In the
+# order of the folders: the end-to-end tests, the longest, come early, where xdist would begin with the many short ones.
+PYTEST_ARGS ?= -m "not slow" -n auto --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 # The engines that `octavo bench throughput --against` compares with, each in an environment of its own.
 PEERS_DIR ?= .peers
