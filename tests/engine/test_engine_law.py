@@ -111,7 +111,7 @@ def in_company(
                 assert mine == its
 
 
-test_a_request_in_any_company_gets_what_it_gets_alone = settings(SETTINGS, max_examples=20)(
+test_a_request_in_any_company_gets_what_it_gets_alone = settings(SETTINGS, max_examples=12)(
     COMPANY(in_company)
 )
 

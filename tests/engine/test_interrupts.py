@@ -86,7 +86,9 @@ def small(tiny):
     return t
 
 
-@pytest.mark.parametrize("again", [None, 7, pytest.param(61, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "again", [None, pytest.param(7, marks=pytest.mark.slow), pytest.param(61, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_at_any_line_costs_no_block_no_request_and_no_token(tiny, again):
     """``again``: so many lines after the first there is a second one, which may cut the recovery short."""
     run(small(tiny), Bomb(never()))  # what is done once in a process is not counted

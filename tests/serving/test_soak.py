@@ -44,6 +44,7 @@ def settings(folder: Path, data: Path, seconds: float) -> soak.Settings:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_mixed_traffic(folder, data):
     result = soak.run(settings(folder, data, 4), report=print)
     assert result["faults"] == []
