@@ -33,6 +33,9 @@ struct SpanTask {
     const float* q_packed;
     int num_micro;
     int micro[kMaxMicroTiles];
+    // Not 0: register tile i is KV head i's, whose K and V lie i times so many elements behind `key` and `value`. All
+    // tiles are of one size then, and all rows see the same keys.
+    int64_t head_stride;
     // K and V of this head: element (block, slot, d) at block * block_stride + slot * head_dim + d.
     const void* key;
     const void* value;

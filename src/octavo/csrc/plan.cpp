@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "compact_rows.h"
@@ -16,6 +17,8 @@ namespace {
 
 // More partials than this are not kept: the job then stays with one thread.
 constexpr int64_t kMaxPartialFloats = int64_t(64) << 20;
+// Of all KV heads together there must be so many spans a thread; and so many items a thread are made of them.
+constexpr int64_t kSpansEach = 4;
 
 // Each piece of memory starts on a line of its own.
 int64_t line_up(int64_t floats) { return (floats + 15) & ~int64_t(15); }
@@ -117,19 +120,34 @@ bool AttentionPlan::keep_partials(Job* job) {
     return true;
 }
 
+// How many KV heads' jobs, from this one on, are better computed together: all of a sequence's, or this one alone.
+int64_t AttentionPlan::heads_together(int64_t job) {
+    const Job& first = jobs_[size_t(job)];
+    const int64_t heads = shape_.num_kv_heads, rows = heads * group_;
+    const bool fits = group_ <= kMicroRows && heads <= kMaxMicroTiles && rows <= kTileRows;
+    if (!fits || first.kv_head != 0 || batch_.seqs[size_t(first.seq)].q_len != 1 || batch_.history_window > 0) return 1;
+    // Every thread needs something to do.
+    if (work_ < rows * pool_.num_threads() * kSpansEach) return 1;
+    for (int64_t j = job; j < job + heads; ++j)
+        if (jobs_[size_t(j)].own_begin != first.own_begin || !keep_partials(&jobs_[size_t(j)])) return 1;
+    return heads;
+}
+
 // The rows of these jobs against these spans, which is one item or, for the threads' sake, several.
 void AttentionPlan::add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end) {
     int rows = 0;
     for (int64_t i = 0; i < count; ++i) rows += jobs_[size_t(jobs[i])].rows;
     max_rows_ = std::max(max_rows_, rows);
-    // About eight items a thread: an item's first span has nobody to prefetch it.
-    int64_t piece = std::max<int64_t>(1, work_ / (int64_t(rows) * pool_.num_threads() * 8));
+    // About eight items a thread, or half as many with several heads: an item's first span has nobody to prefetch it.
+    const bool several_heads = count > 1 && jobs_[size_t(jobs[0])].seq == jobs_[size_t(jobs[1])].seq;
+    const int64_t items = int64_t(pool_.num_threads()) * (several_heads ? kSpansEach : 8);
+    int64_t piece = std::max<int64_t>(1, work_ / (rows * items));
     const int64_t spans = span_end - span_begin;
     if (pool_.num_threads() == 1 || spans <= 2 * piece || !keep_partials(&jobs_[size_t(*jobs)])) piece = spans;
     const int64_t first_part = int64_t(parts_.size());
     parts_.insert(parts_.end(), jobs, jobs + count);
     for (int64_t span = span_begin; span < span_end; span += piece)
-        items_.push_back({first_part, count, rows, span, std::min(span + piece, span_end)});
+        items_.push_back({first_part, count, rows, several_heads, span, std::min(span + piece, span_end)});
 }
 
 // One KV head's items for the spans of a group: whole sequences are put together until a tile is full.
@@ -177,7 +195,11 @@ void AttentionPlan::divide_work(int64_t window) {
         for (int h = 0; h < shape_.num_kv_heads; ++h) share_spans(group, h);
     for (int64_t j = 0; j < int64_t(jobs_.size()); ++j) {
         const Job& job = jobs_[size_t(j)];
-        if (job.own_begin < job.span_end) add_items(&j, 1, job.own_begin, job.span_end);
+        if (job.own_begin >= job.span_end) continue;
+        std::vector<int64_t> together(size_t(heads_together(j)));
+        std::iota(together.begin(), together.end(), j);
+        add_items(together.data(), int64_t(together.size()), job.own_begin, job.span_end);
+        j = together.back();
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
         return a.rows * (a.span_end - a.span_begin) > b.rows * (b.span_end - b.span_begin);
@@ -280,7 +302,8 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             last_compact = std::max(last_compact, stored[row]);
         }
     }
-    task.num_micro = (rows + kMicroRows - 1) / kMicroRows;
+    task.head_stride = item->several_heads ? int64_t(shape_.block_size) * d : 0;
+    task.num_micro = item->several_heads ? int(item->parts) : (rows + kMicroRows - 1) / kMicroRows;
     for (int i = 0, row = 0; i < task.num_micro; ++i) {
         const int size = (rows - row + task.num_micro - i - 1) / (task.num_micro - i);
         task.micro[i] = size;
@@ -325,7 +348,7 @@ void AttentionPlan::run_item(const LayerArgs& layer, Item* item, float* scratch,
             lowest = std::min(lowest, lo[r]);
             highest = std::max(highest, hi[r]);
         }
-        item->keys_read += std::max(0, highest - lowest);
+        item->keys_read += std::max(0, highest - lowest) * (item->several_heads ? item->parts : 1);
         return lowest < highest;
     };
     bool asked = false, compact_asked = false;  // somebody has asked for the span's K

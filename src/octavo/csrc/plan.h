@@ -97,12 +97,13 @@ private:
         int64_t partials = -1;  // where its partials lie, when it is not one item alone
         int64_t own_begin = 0;  // while work is divided: the first span that no item has yet
     };
-    // What one thread computes at a stretch: the rows of some jobs, whose sequences have the same
-    // blocks there, against some spans.
+    // What one thread computes at a stretch, against some spans: the rows of some jobs, either of one KV head and of
+    // sequences that have the same blocks there, or of one sequence's single query in several KV heads.
     struct Item {
         int64_t first_part;  // in parts_
         int64_t parts;
         int rows;
+        bool several_heads;
         int64_t span_begin;
         int64_t span_end;
         int64_t keys_read = 0;
@@ -111,6 +112,7 @@ private:
     void divide_work(int64_t window);
     void make_jobs(int64_t window);
     void share_spans(const Group& group, int kv_head);
+    int64_t heads_together(int64_t job);
     void add_items(const int64_t* jobs, int64_t count, int64_t span_begin, int64_t span_end);
     bool keep_partials(Job* job);
     void run_item(const LayerArgs& layer, Item* item, float* scratch, float* partials);

@@ -71,20 +71,24 @@ void touch_blocks(const SpanTask& t, const void* base, int first, int end) {
     for (int j = first; j < end; j += step) prefetch_l2(cache_row<T>(t, base, j));
 }
 
-// [16 keys][D] -> [D][16 keys]. Lanes outside the visible range repeat a visible key; their scores
-// are masked.
+// Eight keys. Those outside the visible range repeat a visible one; their scores are masked.
+template <class T>
+void visible_rows(const SpanTask& t, const void* base, int first, int lo, int hi, const T** row) {
+    for (int i = 0; i < 8; ++i) {
+        const int j = first + i < lo ? lo : (first + i >= hi ? hi - 1 : first + i);
+        row[i] = cache_row<T>(t, base, j);
+    }
+}
+
+// [16 keys][D] -> [D][16 keys].
 template <class T, bool kCold>
 void pack_panel(const SpanTask& t, int panel, int lo, int hi) {
     constexpr int kLine = int(64 / sizeof(T));
     for (int half = 0; half < kPanel; half += 8) {
         const T *row[8], *value[8], *next[kCold ? 8 : 1];
-        for (int i = 0; i < 8; ++i) {
-            int j = panel + half + i;
-            j = j < lo ? lo : (j >= hi ? hi - 1 : j);
-            row[i] = cache_row<T>(t, t.key, j);
-            value[i] = cache_row<T>(t, t.value, j);
-            if (kCold) next[i] = cache_row<T>(t, t.key, j + kPanel < hi ? j + kPanel : j);
-        }
+        visible_rows(t, t.key, panel + half, lo, hi, row);
+        visible_rows(t, t.value, panel + half, lo, hi, value);
+        if (kCold) visible_rows(t, t.key, panel + kPanel < hi ? panel + kPanel + half : panel + half, lo, hi, next);
         for (int d = 0; d < t.head_dim; d += 8) {
             if (d % kLine == 0) {
                 for (int i = 0; i < 8; ++i) prefetch_l2(value[i] + d);
@@ -274,17 +278,27 @@ void value_by_copy(const SpanTask& t, int lo, int hi) {
     }
 }
 
-// One register tile whose rows all see [lo, hi), as in decode: V is read where it lies, once.
+inline int block_end(const SpanTask& t, int j, int hi) {
+    const int end = (j | ((1 << t.block_shift) - 1)) + 1;
+    return end < hi ? end : hi;
+}
+
+// One register tile whose rows all see [lo, hi), as in decode: V is read where it lies, once. `later`: what is asked for
+// meanwhile, as much as is read; nullptr is the next span's K.
 template <class T, int R, int N>
-void value_stream(const SpanTask& t, int lo, int hi, int d) {
+void value_stream(const SpanTask& t, int lo, int hi, int d, const T* later) {
     constexpr int kLineVectors = int(8 / sizeof(T));
-    const int block = 1 << t.block_shift;
     ValueTile<R, N> tile;
     tile.load(t.acc + d, t.head_dim);
     for (int j = lo; j < hi;) {
-        const int end = (j | (block - 1)) + 1 < hi ? (j | (block - 1)) + 1 : hi;
+        const int end = block_end(t, j, hi);
         const T* v = cache_row<T>(t, t.value, j) + d;
-        const T* ahead = end <= t.next_keys ? cache_row<T>(t, t.key, kSpan + j) + d : v;
+        const T* ahead = v;
+        if (later != nullptr) {
+            ahead = later + d;
+        } else if (end <= t.next_keys) {
+            ahead = cache_row<T>(t, t.key, kSpan + j) + d;
+        }
         for (; j < end; ++j, v += t.head_dim, ahead += t.head_dim) {
             for (int c = 0; c < N; c += kLineVectors) prefetch_l2(ahead + c * 8);
             tile.add(t.scores + j, v);
@@ -294,10 +308,22 @@ void value_stream(const SpanTask& t, int lo, int hi, int d) {
 }
 
 template <class T, int R, int N>
-void value_stream_columns(const SpanTask& t, int lo, int hi) {
+void value_stream_columns(const SpanTask& t, int lo, int hi, const T* later) {
     int d = 0;
-    for (; d + 8 * N <= t.head_dim; d += 8 * N) value_stream<T, R, N>(t, lo, hi, d);
-    for (; d < t.head_dim; d += 8) value_stream<T, R, 1>(t, lo, hi, d);
+    for (; d + 8 * N <= t.head_dim; d += 8 * N) value_stream<T, R, N>(t, lo, hi, d, later);
+    for (; d < t.head_dim; d += 8) value_stream<T, R, 1>(t, lo, hi, d, later);
+}
+
+template <class T>
+void value_stream_rows(const SpanTask& t, int lo, int hi, const T* later) {
+    switch (t.rows) {
+        case 1: return value_stream_columns<T, 1, 8>(t, lo, hi, later);
+        case 2: return value_stream_columns<T, 2, 4>(t, lo, hi, later);
+        case 3: return value_stream_columns<T, 3, 4>(t, lo, hi, later);
+        case 4: return value_stream_columns<T, 4, 2>(t, lo, hi, later);
+        case 5: return value_stream_columns<T, 5, 2>(t, lo, hi, later);
+        default: return value_stream_columns<T, 6, 2>(t, lo, hi, later);
+    }
 }
 
 template <class T>
@@ -306,14 +332,7 @@ void value_phase(const SpanTask& t, int lo, int hi) {
     bool same = t.num_micro == 1;
     for (int r = 0; r < t.rows; ++r) same = same && t.lo[r] == lo && t.hi[r] == hi;
     if (!same) return value_by_copy<T>(t, lo, hi);
-    switch (t.rows) {
-        case 1: return value_stream_columns<T, 1, 8>(t, lo, hi);
-        case 2: return value_stream_columns<T, 2, 4>(t, lo, hi);
-        case 3: return value_stream_columns<T, 3, 4>(t, lo, hi);
-        case 4: return value_stream_columns<T, 4, 2>(t, lo, hi);
-        case 5: return value_stream_columns<T, 5, 2>(t, lo, hi);
-        default: return value_stream_columns<T, 6, 2>(t, lo, hi);
-    }
+    value_stream_rows<T>(t, lo, hi, nullptr);
 }
 
 // Keys and values as they are stored.
@@ -374,7 +393,62 @@ void span_form(const SpanTask& t) {
     Form::values(t, lo, hi);
 }
 
+// One query of a sequence, in all its KV heads, which lie side by side in a block: K, then V, is read in the order of
+// addresses, which the hardware follows up, and of what is asked for each piece comes a block later.
+template <class T>
+void span_heads(const SpanTask& t) {
+    constexpr int kLine = int(64 / sizeof(T));
+    const int lo = t.lo[0], hi = t.hi[0], rows = t.micro[0];
+    SpanTask head = t;
+    head.rows = rows;
+    head.num_micro = 1;
+    const auto take_head = [&](int i) {
+        head.key = static_cast<const T*>(t.key) + i * t.head_stride;
+        head.value = static_cast<const T*>(t.value) + i * t.head_stride;
+        head.q_packed = t.q_packed + int64_t(i) * rows * t.head_dim;
+        head.scores = t.scores + int64_t(i) * rows * kScoreStride;
+        head.acc = t.acc + int64_t(i) * rows * t.head_dim;
+    };
+    for (int panel = lo & ~(kPanel - 1); panel < hi; panel += kPanel) {
+        for (int i = 0; i < t.num_micro; ++i) {
+            take_head(i);
+            const T* later = panel + kPanel < hi ? cache_row<T>(head, head.key, panel + kPanel)
+                                                 : cache_row<T>(head, head.value, lo & ~(kPanel - 1));
+            for (int half = 0; half < kPanel; half += 8) {
+                const T* row[8];
+                visible_rows(head, head.key, panel + half, lo, hi, row);
+                for (int d = 0; d < t.head_dim; d += 8) {
+                    for (int line = 0; line < 64 / kLine; ++line, later += kLine) prefetch_l2(later);
+                    transpose8(row, d, t.k_panel + d * kPanel + half);
+                }
+            }
+            score_rows(rows, head.q_packed, t.k_panel, t.head_dim, t.scale, nullptr, head.scores + panel);
+        }
+    }
+    for (int r = 0; r < t.rows; ++r) {
+        for (int d = 0; d < t.head_dim; d += 8) store8(t.acc + r * t.head_dim + d, set8(0.0f));
+        softmax_row(t.scores + r * kScoreStride, lo, hi, t.m + r, t.l + r);
+    }
+    for (int j = lo, end; j < hi; j = end) {
+        end = block_end(t, j, hi);
+        for (int i = 0; i < t.num_micro; ++i) {
+            take_head(i);
+            const T* later = cache_row<T>(head, head.value, j);
+            if (end < hi) {
+                later = cache_row<T>(head, head.value, end);
+            } else if (t.next_keys > 0) {
+                later = cache_row<T>(head, head.key, kSpan);
+            }
+            value_stream_rows<T>(head, j, end, later);
+        }
+    }
+}
+
 void span(const SpanTask& t) {
+    if (t.head_stride > 0) {
+        if (t.half) return span_heads<uint16_t>(t);
+        return span_heads<float>(t);
+    }
     if (t.value_bits == 8) {
         span_form<Compact<Value8>>(t);
     } else if (t.value_bits == 4) {
