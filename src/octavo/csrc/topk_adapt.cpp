@@ -53,11 +53,12 @@ void TopkTile::adapt_all() {
     for (int64_t base = begin / kSpan * kSpan; base < end; base += kSpan) {
         const int64_t from = std::max(base, begin / kRecordKeys * kRecordKeys);
         const int64_t stop = std::min(base + kSpan, (end + kRecordKeys - 1) / kRecordKeys * kRecordKeys);
-        int known = 0;
         const int count = int((stop - from) / kRecordKeys);
-        for (int64_t p = from; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys)
-            record[known++] = scan_record(p);
-        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, known, record, values_, bounds_});
+        for (int i = 0; i < count + kRecordsAhead; ++i) {
+            const int64_t p = from + i * kRecordKeys;
+            record[i] = p < end ? scan_record(p) : nullptr;
+        }
+        plan_.paged_.scan({rows, shape.head_dim, queries.data(), count, record, record + kRecordsAhead, values_, bounds_});
         item_->bytes += count * record_bytes;
         for (int r = 0; r < rows; ++r) {
             const auto& [lo, hi] = scanned[size_t(r)];

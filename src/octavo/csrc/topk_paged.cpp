@@ -21,10 +21,9 @@ namespace {
 constexpr int64_t kMaxScanQueries = 4;
 constexpr int kScanRows = 16;
 constexpr int64_t kMinScanKeys = 256;
-// A part of a scan has at least so many keys, or ranks so many records, and a thread has so many parts.
-constexpr int64_t kPartKeys = 512;
-constexpr int64_t kPartRecords = 128;
-constexpr int64_t kThreadParts = 3;
+// A part has at least so many records. A thread has one, as each leaves candidates of its own, and then so many items.
+constexpr int64_t kPartRecords = 32;
+constexpr int64_t kThreadItems = 3;
 // Floats of row state that a thread's tile of rows may take.
 constexpr int64_t kTileFloats = int64_t(1) << 18;
 
@@ -113,25 +112,30 @@ void TopkPlan::divide(int64_t window, bool planes) {
         const bool scan = planes && seq.q_len <= kMaxScanQueries && visible - policy.topk >= kMinScanKeys;
         const Way way = policy.fast != 0 ? Way::rank : policy.least > 0 ? Way::adapt : scan ? Way::scan : Way::score;
         int most = way != Way::score ? kScanRows : std::min(kTileRows, rows_per_tile(policy.topk));
+        const bool in_parts = way == Way::scan || (way == Way::rank && seq.q_len <= kMaxScanQueries);
         // Heads of a group share a scan, unless threads would have nothing to do.
-        const auto items = [&] { return (rows + most - 1) / most * shape_.num_kv_heads * active; };
-        const bool may_cut = way == Way::scan || (way == Way::rank && seq.q_len <= kMaxScanQueries);
-        while (way != Way::score && !may_cut && most > 1 && items() < pool_.num_threads()) most /= 2;
+        const auto tiles = [&] { return (rows + most - 1) / most * active; };
+        while (way != Way::score && !in_parts && most > 1 && tiles() * shape_.num_kv_heads < pool_.num_threads()) most /= 2;
         for (int64_t row0 = 0; row0 < rows; row0 += most) {
             const int count = int(std::min<int64_t>(most, rows - row0));
             const double cost = double(count) * double(start + row0 / group_ + 1);
-            for (int h = 0; h < shape_.num_kv_heads; ++h) {
-                const Item item{int64_t(s), h, row0, count, way, cost, {}, 0, 0, 0, 0, 0};
-                if (!may_cut || !cut(item, window, items())) items_.push_back(item);
+            Item item{int64_t(s), 0, row0, count, way, cost, {}, 0, 0, 0, 0, 0};
+            if (in_parts) {
+                cut(item, window, tiles());
+                continue;
             }
+            for (; item.kv_head < shape_.num_kv_heads; ++item.kv_head) items_.push_back(item);
         }
     }
     std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-    tile_rows_ = 0;
-    for (const Item& item : items_) tile_rows_ = std::max(tile_rows_, item.rows);
-    for (const Part& part : parts_) tile_rows_ = std::max(tile_rows_, part.item.rows);
+    int rows = 0, part_rows = 0;
+    for (const Item& item : items_) rows = std::max(rows, item.rows);
+    for (const Part& part : parts_) part_rows = std::max(part_rows, part.item.rows);
     tiles_.clear();
-    for (int t = 0; t < pool_.num_threads(); ++t) tiles_.emplace_back(new TopkTile(*this));
+    part_tiles_.clear();
+    for (int t = 0; t < pool_.num_threads(); ++t) tiles_.emplace_back(new TopkTile(*this, rows));
+    for (int t = 0; !parts_.empty() && t < pool_.num_threads() * shape_.num_kv_heads; ++t)
+        part_tiles_.emplace_back(new TopkTile(*this, part_rows));
     divided_window_ = window;
     divided_planes_ = planes;
 }
@@ -146,32 +150,72 @@ std::pair<int64_t, int64_t> TopkPlan::scan_range(const Item& item, int64_t windo
     return {first / kRecordKeys * kRecordKeys, end};
 }
 
-// With few scans to go round, the item's keys are scanned, or its records ranked, in parts, and then each of its rows
-// is an item; but one reading of the means serves all rows.
-bool TopkPlan::cut(const Item& item, int64_t window, int64_t scans) {
+// The keys of an item's rows are scanned, or its records ranked, in parts, by all KV heads at once. What is then left to
+// do is an item for each KV head, or for each row where threads would have too little.
+void TopkPlan::cut(const Item& item, int64_t window, int64_t scans) {
+    const int64_t heads = shape_.num_kv_heads, threads = pool_.num_threads();
     const bool rank = item.way == Way::rank;
-    const auto [begin, end] = rank ? rank_range(item, window) : scan_range(item, window);
-    const int64_t wanted = (kThreadParts * pool_.num_threads() + scans - 1) / scans;
-    if (pool_.num_threads() == 1 || wanted < 2 || begin >= end) return false;
-    const int64_t parts = std::clamp<int64_t>((end - begin) / (rank ? kPartRecords : kPartKeys), 1, wanted);
-    // Of whole spans, so that a scan's pieces stay in step with them.
-    const int64_t unit = rank ? kRecordKeys : kSpan;
-    const int64_t first = int64_t(parts_.size()), step = ((end - begin) / parts + unit) / unit * unit;
-    for (int64_t from = begin; from < end; from += step)
-        parts_.push_back({item, from, std::min(from + step, end), {}, {}});
-    const int together = policies_[size_t(item.seq)].tail != 0 ? item.rows : 1;
-    for (int r = 0; r < item.rows; r += together) {
-        Item rest = item;
-        rest.row0 += r;
-        rest.rows = together;
-        rest.cost = item.cost / item.rows * together;
-        rest.first_part = first;
-        rest.parts = int64_t(parts_.size()) - first;
-        rest.part_row = r;
-        rest.scan_end = end;
-        items_.push_back(rest);
+    auto [begin, end] = rank ? rank_range(item, window) : scan_range(item, window);
+    const int64_t scan_end = end;
+    if (!rank) begin /= kRecordKeys, end /= kRecordKeys;
+    const int64_t first = int64_t(parts_.size()), wanted = (threads + scans - 1) / scans;
+    if (begin < end) {
+        const int64_t pieces = std::clamp<int64_t>((end - begin) / kPartRecords, 1, wanted);
+        // Of whole spans, so that a scan's pieces stay in step with them.
+        const int64_t unit = rank ? 1 : kSpan / kRecordKeys, step = ((end - begin) / pieces + unit) / unit * unit;
+        for (int64_t from = begin; from < end; from += step)
+            for (int64_t h = 0; h < heads; ++h) {
+                parts_.push_back({item, from, std::min(from + step, end), {}, {}});
+                parts_.back().item.kv_head = int(h);
+            }
     }
-    return true;
+    const int64_t parts = (int64_t(parts_.size()) - first) / heads;
+    // One reading of the means serves all rows.
+    const bool apart = policies_[size_t(item.seq)].tail == 0 && scans * heads < kThreadItems * threads;
+    const int together = apart ? 1 : item.rows;
+    for (int h = 0; h < heads; ++h)
+        for (int r = 0; r < item.rows; r += together) {
+            Item rest = item;
+            rest.kv_head = h;
+            rest.row0 += r;
+            rest.rows = together;
+            rest.cost = item.cost / item.rows * together;
+            rest.first_part = first + h;
+            rest.parts = parts;
+            rest.part_row = r;
+            rest.scan_end = scan_end;
+            items_.push_back(rest);
+        }
+}
+
+// What all KV heads read of some records. What comes next is asked for meanwhile, in the order of addresses.
+void TopkPlan::run_piece(const TopkLayerArgs& args, int thread, int64_t piece) {
+    const int64_t heads = shape_.num_kv_heads, block_records = shape_.block_size / kRecordKeys;
+    Part* parts = &parts_[size_t(piece * heads)];
+    const std::unique_ptr<TopkTile>* tiles = &part_tiles_[size_t(thread * heads)];
+    for (int64_t h = 0; h < heads; ++h) tiles[h]->begin_part(args, &parts[h]);
+    const bool rank = parts->item.way == Way::rank;
+    const int64_t most = rank ? kRankRecords : kSpan / kRecordKeys, end = parts->end;
+    std::vector<const uint8_t*> next;
+    const auto look_ahead = [&](int64_t from) {
+        next.clear();
+        for (int64_t to, stop = std::min(from + most, end); from < stop; from = to) {
+            to = std::min((from / block_records + 1) * block_records, stop);
+            for (int64_t h = 0; h < heads; ++h)
+                for (int64_t r = from; r < to; ++r)
+                    next.push_back(rank ? tiles[h]->bounds_of(r * kRecordKeys) : tiles[h]->scan_record(r * kRecordKeys));
+        }
+    };
+    look_ahead(parts->begin);
+    const int bytes = rank ? bounds_bytes(shape_.head_dim) : record_layout(shape_.head_dim).bytes;
+    paged_.prefetch(reinterpret_cast<const void* const*>(next.data()), int(next.size()), bytes);
+    for (int64_t record = parts->begin; record < end; record += most) {
+        const int64_t count = std::min(most, end - record);
+        look_ahead(record + most);
+        next.resize(size_t(heads * count), nullptr);
+        for (int64_t h = 0; h < heads; ++h) tiles[h]->read_part(record, int(count), next.data() + h * count);
+    }
+    for (int64_t h = 0; h < heads; ++h) tiles[h]->end_part();
 }
 
 void TopkPlan::seal(const TopkLayerArgs& args) {
@@ -204,8 +248,8 @@ void TopkPlan::run(const TopkLayerArgs& args) {
     check(args.planes, args.layer.compact);
     if (divided_window_ != window || divided_planes_ != planes) divide(window, planes);
     if (planes && !seals_.empty()) seal(args);
-    pool_.run(int64_t(parts_.size()),
-              [&](int thread, int64_t i) { tiles_[size_t(thread)]->run_part(args, &parts_[size_t(i)]); });
+    pool_.run(int64_t(parts_.size()) / shape_.num_kv_heads,
+              [&](int thread, int64_t piece) { run_piece(args, thread, piece); });
     pool_.run(int64_t(items_.size()),
               [&](int thread, int64_t i) { tiles_[size_t(thread)]->run(args, &items_[size_t(i)]); });
     if (args.report == nullptr) return;

@@ -111,7 +111,7 @@ private:
         double cost;
         TopkReport report;
         int64_t bytes;
-        // Where threads would wait for each other its keys are scanned apart, before it runs.
+        // Where few queries read many keys, these are scanned before it runs, in parts: every num_kv_heads-th from this one.
         int64_t first_part, parts;
         int part_row;      // of a part's rows: its own first
         int64_t scan_end;  // keys behind it are scored
@@ -123,7 +123,8 @@ private:
         float limit, dropped;             // `dropped` is relative to the limit
         int64_t rescored;
     };
-    // Rows against the records of the keys [begin, end), or where they are ranked the records [begin, end).
+    // Rows against the records [begin, end). The parts of all KV heads lie one after the other, and one thread reads
+    // them together, so that it reads memory in the order of addresses.
     struct Part {
         Item item;
         int64_t begin, end;
@@ -137,7 +138,8 @@ private:
     };
 
     void divide(int64_t window, bool planes);
-    bool cut(const Item& item, int64_t window, int64_t scans);
+    void cut(const Item& item, int64_t window, int64_t scans);
+    void run_piece(const TopkLayerArgs& args, int thread, int64_t piece);
     // Keys whose records all rows of an item see whole, before their queries and recent keys.
     std::pair<int64_t, int64_t> scan_range(const Item& item, int64_t window) const;
     static std::pair<int64_t, int64_t> ranked(const TopkPolicy& policy, int64_t position, int64_t window);
@@ -165,8 +167,8 @@ private:
     bool divided_planes_ = false;
     std::vector<Item> items_;
     std::vector<Part> parts_;
-    int tile_rows_ = 0;
-    std::vector<std::unique_ptr<TopkTile>> tiles_;  // of each thread
+    std::vector<std::unique_ptr<TopkTile>> tiles_;       // of each thread
+    std::vector<std::unique_ptr<TopkTile>> part_tiles_;  // of each thread and KV head
 };
 
 }  // namespace octavo

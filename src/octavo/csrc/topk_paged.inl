@@ -47,7 +47,7 @@ void scan_rows(const ScanTask& t, int row, int record, const RecordLayout& layou
 void scan(const ScanTask& t) {
     const RecordLayout layout = record_layout(t.head_dim);
     for (int i = 0; i < t.num_records; ++i) {
-        const uint8_t* ahead = i + kRecordsAhead < t.num_known ? t.record[i + kRecordsAhead] : nullptr;
+        const uint8_t* ahead = t.ask[i];
         if (ahead != nullptr)
             for (int line = layout.mean; line < layout.bytes; line += 64) prefetch_l2(ahead + line);
         int r = 0;
@@ -359,8 +359,8 @@ void rank_rows(const RankTask& t, int row) {
     const int n = 2 * t.head_dim;
     for (int i = 0; i < t.num_records; ++i) {
         const auto* code = reinterpret_cast<const int8_t*>(t.bounds[i]);
-        if (row == 0 && i + kBoundsAhead < t.num_records)
-            for (int d = 0; d < n; d += 64) prefetch_l2(t.bounds[i + kBoundsAhead] + d);
+        if (row == 0 && t.ask[i] != nullptr)
+            for (int d = 0; d < n; d += 64) prefetch_l2(t.ask[i] + d);
         F8 even[R], odd[R];
         UNROLL for (int r = 0; r < R; ++r) even[r] = odd[r] = set8(0.0f);
         for (int d = 0; d < n; d += 16) {

@@ -52,21 +52,13 @@ void TopkTile::split_queries() {
         }
 }
 
-// value[row * stride + i] of the records begin + i, up to kSpan of them.
-void TopkTile::rank_some(int64_t begin, int count, float* value, int64_t stride) {
+// value[row * stride + i] of the records begin + i, up to kRankRecords of them.
+void TopkTile::rank_some(int64_t begin, int count, const uint8_t* const* ask, float* value, int64_t stride) {
     const int d = plan_.shape_.head_dim;
-    const uint8_t* bounds[kSpan];
+    const uint8_t* bounds[kRankRecords];
     for (int i = 0; i < count; ++i) bounds[i] = bounds_of((begin + i) * kRecordKeys);
-    plan_.paged_.rank({item_->rows, d, rank_weight_.data(), count, bounds, value, stride});
+    plan_.paged_.rank({item_->rows, d, rank_weight_.data(), count, bounds, ask, value, stride});
     item_->bytes += int64_t(count) * bounds_bytes(d);
-}
-
-void TopkTile::rank_part(TopkPlan::Part* part) {
-    split_queries();
-    const int64_t count = part->end - part->begin;
-    part->rank.resize(size_t(item_->rows * count));
-    for (int64_t i = 0; i < count; i += kSpan)
-        rank_some(part->begin + i, int(std::min<int64_t>(kSpan, count - i)), part->rank.data() + i, count);
 }
 
 void TopkTile::rank_all() {
@@ -93,14 +85,15 @@ void TopkTile::rank_all() {
     if (item_->parts == 0) {
         split_queries();
         const auto [begin, end] = plan_.rank_range(*item_, args_->layer.window);
-        for (int64_t base = begin; base < end; base += kSpan) {
-            const int count = int(std::min<int64_t>(kSpan, end - base));
-            rank_some(base, count, values_, kScoreStride);
+        static constexpr const uint8_t* kNothing[kRankRecords] = {};
+        for (int64_t base = begin; base < end; base += kRankRecords) {
+            const int count = int(std::min<int64_t>(kRankRecords, end - base));
+            rank_some(base, count, kNothing, values_, kScoreStride);
             for (int r = 0; r < rows; ++r) offer(r, values_ + int64_t(r) * kScoreStride, base, count);
         }
     }
     for (int64_t i = 0; i < item_->parts; ++i) {
-        const TopkPlan::Part& part = plan_.parts_[size_t(item_->first_part + i)];
+        const TopkPlan::Part& part = this->part(i);
         const int64_t all = part.end - part.begin;
         for (int r = 0; r < rows; ++r)
             for (int64_t at = 0; at < all; at += kSpan)
@@ -123,8 +116,14 @@ void TopkTile::take_ranked(int r, const ScanQuery& query, int64_t first_ranked, 
     take_keys(row, row.first, before);
     constexpr int kRecords = kSpan / kRecordKeys;
     const int count = int(start_.size());
-    for (int i = 0; i < count; i += kRecords)
-        scan_some(r, 1, &query, start_.data() + i, std::min(kRecords, count - i), std::min(kRecords + kRecordsAhead, count - i));
+    for (int i = 0; i < count; i += kRecords) {
+        const uint8_t* ask[kRecords];
+        for (int j = 0; j < kRecords; ++j) {
+            const int ahead = i + j + kRecordsAhead;
+            ask[j] = ahead < count ? scan_record(start_[size_t(ahead)]) : nullptr;
+        }
+        scan_some(r, 1, &query, start_.data() + i, std::min(kRecords, count - i), ask);
+    }
     take_keys(row, std::max(before, std::min(end_ranked * kRecordKeys, row.position + 1)), row.position + 1);
     contest(row);
     row.looked_everywhere = count == end_ranked - first_ranked;

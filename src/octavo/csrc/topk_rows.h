@@ -11,10 +11,10 @@ namespace octavo {
 
 // Positions per record of the scan plane, whatever the block size.
 constexpr int kRecordKeys = 16;
-// How many records ahead memory is asked for.
+// How many records ahead memory is asked for where they are one KV head's.
 constexpr int kRecordsAhead = 4;
-// The same for bounds, which are read faster.
-constexpr int kBoundsAhead = 16;
+// How many are ranked at once.
+constexpr int kRankRecords = 64;
 static_assert(kRecordKeys == kPanel, "a record's keys are rescored as one panel");
 
 // What a record's residuals are taken from: the keys' mean, which the tail reads, or in each dimension the middle
@@ -56,8 +56,8 @@ struct ScanTask {
     int head_dim;
     const ScanQuery* query;
     int num_records;
-    int num_known;  // of `record`: those behind num_records come next, and are asked for ahead
     const uint8_t* const* record;
+    const uint8_t* const* ask;  // [num_records] records to ask memory for meanwhile, nullptr for none
     float* value;
     float* bound;
 };
@@ -140,6 +140,7 @@ struct RankTask {
     const float* weight;  // [rows][2][head_dim]: q where it is negative, which asks for the least, and where it is not
     int num_records;
     const uint8_t* const* bounds;  // of each record, see seal_bounds
+    const uint8_t* const* ask;     // as in ScanTask
     float* value;
     int64_t value_stride;
 };

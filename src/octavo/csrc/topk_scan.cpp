@@ -190,7 +190,8 @@ void scan_bounds(const float* q, int num_queries, const ScanKeys& keys, float* v
         prepare_query(q + r * d, d, keys.scale, code.data(), &query);
         for (int i = 0; i < keys.num_records; ++i) {
             const uint8_t* record = plane.data() + size_t(i) * size_t(record_bytes);
-            paged_kernels(isa).scan({1, d, &query, 1, 1, &record, values, bounds});
+            const uint8_t* nothing = nullptr;
+            paged_kernels(isa).scan({1, d, &query, 1, &record, &nothing, values, bounds});
             const int64_t at = int64_t(r) * num_keys + i * kRecordKeys;
             std::copy(values, values + kRecordKeys, value + at);
             std::copy(bounds, bounds + kRecordKeys, bound + at);

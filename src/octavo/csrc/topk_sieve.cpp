@@ -23,21 +23,16 @@ std::vector<ScanQuery> TopkTile::scan_queries() {
     return queries;
 }
 
-// Whole records behind every row's query and recent keys are scanned; the keys after them are scored.
+// Whole records behind every row's query and recent keys have been scanned; the keys after them are scored.
 void TopkTile::scan_all() {
     const int rows = item_->rows;
-    int64_t end = item_->scan_end, last = 0;
-    for (int r = 0; r < rows; ++r) last = std::max(last, rows_[size_t(r)].position);
-    if (item_->parts == 0) {
-        const auto [begin, stop] = plan_.scan_range(*item_, args_->layer.window);
-        end = stop;
-        scan_records(begin, end);
-    } else {
-        for (int r = 0; r < rows; ++r)
-            for (int64_t i = 0; i < item_->parts; ++i)
-                take_found(rows_[size_t(r)], plan_.parts_[size_t(item_->first_part + i)].found[size_t(item_->part_row + r)]);
+    int64_t last = 0;
+    for (int r = 0; r < rows; ++r) {
+        last = std::max(last, rows_[size_t(r)].position);
+        for (int64_t i = 0; i < item_->parts; ++i)
+            take_found(rows_[size_t(r)], part(i).found[size_t(item_->part_row + r)]);
     }
-    for (int64_t base = end; base <= last; base += kPanel) {
+    for (int64_t base = item_->scan_end; base <= last; base += kPanel) {
         const int count = int(std::min<int64_t>(kPanel, last + 1 - base));
         score_panel(base, count);
         for (int r = 0; r < rows; ++r) {
@@ -92,27 +87,14 @@ void TopkTile::contest(Row& row) {
     rescore(row);
 }
 
-// The records of the keys [begin, end) against every row.
-void TopkTile::scan_records(int64_t begin, int64_t end) {
-    const std::vector<ScanQuery> queries = scan_queries();
-    int32_t start[kSpan / kRecordKeys + kRecordsAhead];
-    for (int64_t base = begin; base < end; base += kSpan) {
-        const int64_t stop = std::min(base + kSpan, end);
-        int known = 0;
-        for (int64_t p = base; p < std::min(stop + kRecordsAhead * kRecordKeys, end); p += kRecordKeys)
-            start[known++] = int32_t(p);
-        scan_some(0, item_->rows, queries.data(), start, int((stop - base) / kRecordKeys), known);
-    }
-}
-
-// Up to kSpan keys, in `count` records that start at these positions: what may win becomes a candidate. `known` of them
-// are asked for, those to be scanned next included.
-void TopkTile::scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known) {
-    const int64_t record_bytes = record_layout(plan_.shape_.head_dim).bytes;
-    const uint8_t* record[kSpan / kRecordKeys + kRecordsAhead];
-    for (int i = 0; i < known; ++i) record[i] = scan_record(start[i]);
-    plan_.paged_.scan({rows, plan_.shape_.head_dim, queries, count, known, record, values_, bounds_});
-    item_->bytes += count * record_bytes;
+// Up to kSpan keys, in `count` records that start at these positions: what may win becomes a candidate. What `ask` has
+// is asked for meanwhile, see ScanTask.
+void TopkTile::scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count,
+                         const uint8_t* const* ask) {
+    const uint8_t* record[kSpan / kRecordKeys];
+    for (int i = 0; i < count; ++i) record[i] = scan_record(start[i]);
+    plan_.paged_.scan({rows, plan_.shape_.head_dim, queries, count, record, ask, values_, bounds_});
+    item_->bytes += count * record_layout(plan_.shape_.head_dim).bytes;
     int32_t stay[kSpan + kPanel];
     for (int r = 0; r < rows; ++r) {
         Row& row = rows_[size_t(row0 + r)];
@@ -141,17 +123,35 @@ void TopkTile::limit_candidates(Row& row) {
     if (row.num_candidates > most) rescore(row);
 }
 
-void TopkTile::run_part(const TopkLayerArgs& args, TopkPlan::Part* part) {
+void TopkTile::begin_part(const TopkLayerArgs& args, TopkPlan::Part* part) {
     args_ = &args;
     item_ = &part->item;
+    part_ = part;
     start();
-    if (item_->way == TopkPlan::Way::rank) return rank_part(part);
-    scan_records(part->begin, part->end);
-    part->found.resize(size_t(item_->rows));
-    for (int r = 0; r < item_->rows; ++r) {
-        Row& row = rows_[size_t(r)];
-        tighten(row);
-        keep_found(row, &part->found[size_t(r)]);
+    if (item_->way == TopkPlan::Way::rank) {
+        split_queries();
+        part->rank.resize(size_t(item_->rows * (part->end - part->begin)));
+    } else {
+        part_queries_ = scan_queries();
+        part->found.resize(size_t(item_->rows));
+    }
+}
+
+// `count` records of the part, from this one on: no more than kSpan keys to scan, or kRankRecords to rank.
+void TopkTile::read_part(int64_t record, int count, const uint8_t* const* ask) {
+    if (item_->way == TopkPlan::Way::rank) {
+        rank_some(record, count, ask, part_->rank.data() + (record - part_->begin), part_->end - part_->begin);
+        return;
+    }
+    int32_t start[kSpan / kRecordKeys];
+    for (int i = 0; i < count; ++i) start[i] = int32_t((record + i) * kRecordKeys);
+    scan_some(0, item_->rows, part_queries_.data(), start, count, ask);
+}
+
+void TopkTile::end_part() {
+    for (size_t r = 0; r < part_->found.size(); ++r) {
+        tighten(rows_[r]);
+        keep_found(rows_[r], &part_->found[r]);
     }
 }
 

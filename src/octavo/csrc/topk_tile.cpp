@@ -14,10 +14,10 @@ int64_t up16(int64_t n) { return (n + 15) & ~int64_t(15); }
 
 }  // namespace
 
-TopkTile::TopkTile(const TopkPlan& plan)
+TopkTile::TopkTile(const TopkPlan& plan, int rows)
     : plan_(plan),
       capacity_(up16(topk_capacity(plan.max_places_, plan.max_topk_) + kSpan)) {
-    const int64_t rows = plan.tile_rows_, d = plan.shape_.head_dim;
+    const int64_t d = plan.shape_.head_dim;
     const int64_t scores = rows * kScoreStride, entries = rows * capacity_;
     memory_.reset(new float[size_t(2 * up16(rows * d) + 3 * scores + 34 * up16(d) + 3 * entries + 16)]);
     // On a line, as every piece then is: vectors of 64 bytes would lie across two.

@@ -12,9 +12,15 @@ namespace octavo {
 
 class TopkTile {
 public:
-    explicit TopkTile(const TopkPlan& plan);
+    // For up to so many rows.
+    TopkTile(const TopkPlan& plan, int rows);
     void run(const TopkLayerArgs& args, TopkPlan::Item* item);
-    void run_part(const TopkLayerArgs& args, TopkPlan::Part* part);
+    // A part is begun, its records are read in order, and it is ended.
+    void begin_part(const TopkLayerArgs& args, TopkPlan::Part* part);
+    void read_part(int64_t record, int count, const uint8_t* const* ask);
+    void end_part();
+    const uint8_t* scan_record(int64_t position) const;
+    const uint8_t* bounds_of(int64_t position) const;
 
 private:
     // Sums of exp(score - m).
@@ -56,8 +62,8 @@ private:
     void take(Row& row, const float* scores, int64_t base, int lo, int hi);
     void settle(Row& row);
     void scan_all();
-    void scan_records(int64_t begin, int64_t end);
-    void scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count, int known);
+    void scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count,
+                   const uint8_t* const* ask);
     void score_panel(int64_t base, int count);
     void take_open(Row& row, const float* scores, int64_t base, int lo, int hi);
     void contest(Row& row);
@@ -65,9 +71,12 @@ private:
     void keep_found(Row& row, TopkPlan::Found* found);
     void take_found(Row& row, const TopkPlan::Found& found);
     void rank_all();
-    void rank_part(TopkPlan::Part* part);
     void split_queries();
-    void rank_some(int64_t begin, int count, float* value, int64_t stride);
+    void rank_some(int64_t begin, int count, const uint8_t* const* ask, float* value, int64_t stride);
+    // One of the parts that the item's keys were read in before.
+    const TopkPlan::Part& part(int64_t i) const {
+        return plan_.parts_[size_t(item_->first_part + i * plan_.shape_.num_kv_heads)];
+    }
     void take_ranked(int r, const ScanQuery& query, int64_t first_ranked, int64_t end_ranked);
     void adapt_all();
     void adapt_span(Row& row, int64_t base, int lo, int hi, float* value, const float* bound);
@@ -94,8 +103,6 @@ private:
     SpanTask compact_task(const SpanTask& stored) const;
     int64_t record_of(int64_t position) const;
     int64_t compact_record_of(int64_t position) const;
-    const uint8_t* scan_record(int64_t position) const;
-    const uint8_t* bounds_of(int64_t position) const;
     const uint16_t* mean_value_of(int64_t position) const;
     const void* at(const char* base, int64_t position) const;
     void ask_for_keys(const Row& row, const int32_t* position, int count);
@@ -105,6 +112,8 @@ private:
     const TopkPlan& plan_;
     const TopkLayerArgs* args_ = nullptr;
     TopkPlan::Item* item_ = nullptr;
+    TopkPlan::Part* part_ = nullptr;
+    std::vector<ScanQuery> part_queries_;
     const Sequence* seq_ = nullptr;
     const int32_t* blocks_ = nullptr;
     int64_t stride_ = 0;
