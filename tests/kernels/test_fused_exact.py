@@ -90,11 +90,11 @@ def test_threads_change_nothing(seqs: tuple[tuple[int, int], ...], kv_dtype: tor
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7])
 @pytest.mark.parametrize("block_size", [4, 16, 64])
 def test_kv_heads_together_or_apart(group: int, kv_dtype: torch.dtype, block_size: int) -> None:
-    """One thread takes all KV heads of a decoding sequence at once (of up to 6 query heads each); of 16 each takes one."""
+    """One thread takes all KV heads of a decoding sequence at once (if each serves up to 6), 16 one each."""
     seqs = ((1, 1500), (1, 1023), (3, 700), (1, 257))
     for num_kv_heads, head_dim, window in ((5, 40, None), (2, 64, 300)):
-        case = BASE.with_(seqs=seqs, kv_dtype=kv_dtype, num_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        case = case.with_(head_dim=head_dim, block_size=block_size, window=window)
+        case = BASE.with_(seqs=seqs, kv_dtype=kv_dtype, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        case = case.with_(num_heads=group * num_kv_heads, block_size=block_size, window=window)
         assert same(results(case), results(case, num_threads=16))
 
 

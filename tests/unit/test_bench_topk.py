@@ -38,13 +38,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(bench: Any, model: str, text: Path, settings: Any, found: Any = None) -> tuple[Any, list[str]]:
+def run(
+    bench: Any, model: str, text: Path, settings: Any, found: Any = None, kept: int = 0
+) -> tuple[Any, list[str]]:
+    """The result and what was said. Even what is saved first holds ``kept`` rows of those found."""
     said: list[str] = []
-    saved: list[Any] = []
-    result = bench.run(
-        model, text, settings, threads=1, found=found, report=said.append, save=lambda so_far: saved.append(1)
-    )
-    assert saved
+    saved: list[int] = []
+
+    def save(so_far: Any) -> None:
+        saved.append(len(so_far["rows"]))
+
+    result = bench.run(model, text, settings, threads=1, found=found, report=said.append, save=save)
+    assert saved[0] >= max(1, kept)
     return json.loads(json.dumps(result)), said
 
 
@@ -140,7 +145,7 @@ def test_quality_counts_the_keys_of_the_second_half(model: str, text: Path, tmp_
     assert [goal["met"] for goal in result["goals"]] == [False, False]
     # What is known is not measured again, and what is not asked for stays.
     fewer = quality.Settings(modes=("exact",), topks=(16, 24), dense_layers=(), windows=(64,), tokens=64)
-    again, said_again = run(quality, model, text, fewer, found=result)
+    again, said_again = run(quality, model, text, fewer, found=result, kept=len(rows))
     assert (len(said), len(said_again)) == (5, 1)
     assert {row["policy"] for row in again["rows"]} == {*rows, "exact 24"}
     other, said_other = run(quality, model, text, quality.Settings(
@@ -233,7 +238,7 @@ def test_needle_asks_all_policies_the_same(
     assert len(result["goals"]) == 3
     assert needle.table(result).row_count == 3
     more = needle.Settings(modes=("streaming",), topks=(48,), lengths=(400,))
-    again, said_again = run(needle, model, text, more, found=result)
+    again, said_again = run(needle, model, text, more, found=result, kept=len(rows))
     assert (len(said), len(said_again)) == (3, 1)
     assert {row["policy"] for row in again["rows"]} == {*rows, "streaming 48"}
     needle.draw(again, tmp_path / "n.png")

@@ -79,17 +79,17 @@ def run(
         "rows": [],
     }
     known = _known_rows(found, result)
+    rows: dict[str, dict[str, Any]] = {}
     for policy in todo:
         row = known.get(policy.name)
         if row is None:
             row = _row(lab.engine(policy), policy, filler, parts, settings.lengths)
             report(f"{policy.name}: {row['found']} of {row['asked']} answers, {row['seconds']:.0f} s")
-        result["rows"].append(row)
+        rows[policy.name] = row
+        # Behind them those that this run has not come to, or was not asked for: a run may be cut short.
+        result["rows"] = [*rows.values(), *(row for name, row in known.items() if name not in rows)]
         compare(result["rows"])
         save(result)
-    names = {row["policy"] for row in result["rows"]}
-    result["rows"] += [row for name, row in known.items() if name not in names]
-    compare(result["rows"])
     result["goals"] = goals(result["rows"])
     save(result)
     return result

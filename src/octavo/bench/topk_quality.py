@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from octavo.bench.machine import machine, versions
-from octavo.bench.topk_policies import BANDS, DENSE, Lab, Policy, policies
+from octavo.bench.topk_policies import BANDS, DENSE, MODES, Lab, Policy, policies
 from octavo.engine.engine import Engine
 from octavo.request import AttnTopkReport, SamplingParams
 
@@ -86,19 +86,18 @@ def run(
         "versions": versions(),
         "rows": [],
     }
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     for policy in todo:
         wanted = [window for window in settings.windows if (policy.name, window) not in known]
         made = _rows(lab, policy, ids, wanted, settings.tokens) if wanted else {}
         for window in settings.windows:
-            result["rows"].append(made.get(window) or known[policy.name, window])
+            rows[policy.name, window] = made.get(window) or known[policy.name, window]
         for window, row in made.items():
             report(f"{policy.name}, {window} tokens: loss {row['loss']:.4f}")
+        # Behind them those that this run has not come to, or was not asked for: a run may be cut short.
+        result["rows"] = [*rows.values(), *(row for key, row in known.items() if key not in rows)]
         compare(result["rows"])
         save(result)
-    for row in known.values():  # of policies that this run was not asked for
-        if not any((row["policy"], row["window"]) == (r["policy"], r["window"]) for r in result["rows"]):
-            result["rows"].append(row)
-    compare(result["rows"])
     result["goals"] = goals(result["rows"])
     save(result)
     return result
@@ -266,16 +265,26 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
+#: A line of each mode; dashed where layers are dense.
+COLORS = {mode: f"C{i}" for i, mode in enumerate([*MODES, *BANDS])}
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """For each length, what is lost by the share of keys kept: one line a mode."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     windows = sorted({row["window"] for row in result["rows"]})
     figure, panels = plt.subplots(
-        1, len(windows), figsize=(4.6 * len(windows), 4.2), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(windows),
+        figsize=(4.2 * len(windows) + 2, 4.2),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for axes, window in zip(panels[0], windows, strict=True):
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -285,14 +294,22 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 label = row["mode"] + (f", layers {layers} dense" if layers else "")
                 lines.setdefault(label, []).append((row["kept_percent"], row["change_percent"]))
         for label, points in lines.items():
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=label)
+            mode, _, layers = label.partition(", ")
+            color, style = COLORS[mode], "--" if layers else "-"
+            axes.plot(
+                *zip(*sorted(points), strict=True), style, color=color, marker="o", markersize=4, label=label
+            )
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_yscale("symlog", linthresh=1)
         axes.axhline(0, color="grey", linewidth=0.8)
         axes.set_title(f"windows of {window:,} tokens")
         axes.set_xlabel("keys kept, % (all layers, heads, rows)")
         axes.grid(visible=True, alpha=0.3)
     panels[0][0].set_ylabel("perplexity against dense, %")
-    panels[0][0].legend(fontsize=8)
+    handles, labels = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
