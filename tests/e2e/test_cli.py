@@ -100,7 +100,6 @@ def test_version():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["fly"], ["fly"]),
         (["run", "--fly"], ["--fly"]),
         (["run", "--attention", "magic"], ["--attention", "fused, sdpa, bmm, loop", "magic"]),
         (["run", "--kv-dtype", "int3"], ["float32, float16", "int3"]),
@@ -125,8 +124,14 @@ def test_version():
         (["pull"], ["name"]),
     ],
 )
-def test_bad_usage_is_exit_2_and_one_sentence(args, words):
-    refused(octavo(*args), 2, *words)
+def test_bad_usage_is_exit_2_and_one_sentence(args, words, capfd):
+    code = exit_code(args)
+    out, err = capfd.readouterr()
+    refused(subprocess.CompletedProcess(args, code, out.encode(), err.encode()), 2, *words)
+
+
+def test_bad_usage_ends_the_process_with_2():
+    refused(octavo("fly"), 2, "fly")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full disk")

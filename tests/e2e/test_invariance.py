@@ -207,8 +207,8 @@ SMALL = Matrix((17, 40), 4, {})
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("warm", marks=pytest.mark.slow),
-        "company",
+        "warm",
+        pytest.param("company", marks=pytest.mark.slow),
         pytest.param("chunks of 7", marks=pytest.mark.slow),
     ],
 )

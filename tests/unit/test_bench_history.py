@@ -203,7 +203,8 @@ def test_an_answer_that_differs_is_a_fault(
     assert all("is not answered as with a large pool" in fault for fault in faults)
 
 
-@pytest.mark.parametrize("sections", [pytest.param("restart", marks=pytest.mark.slow), "kills"])
+@pytest.mark.slow
+@pytest.mark.parametrize("sections", ["restart", "kills"])
 def test_a_process_that_is_killed(model: Path, files: tuple[Path, Path], sections: str):
     section = run(settings(model, files, sections))[sections]
     if sections == "restart":

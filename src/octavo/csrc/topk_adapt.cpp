@@ -7,6 +7,7 @@
 // all keys, in spans of absolute positions. Then the kept keys are scored from K.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "topk_tile.h"
@@ -89,20 +90,33 @@ float TopkTile::least_score(const Row& row) const {
 
 // The keys base + [lo, hi) of one span, by what the scan says of them.
 void TopkTile::adapt_span(Row& row, int64_t base, int lo, int hi, float* value, const float* bound) {
-    float widest = 0.0f;
+    // Bounds are not negative, so their bits are in their order, and NaN is above infinity: a maximum of integers, which
+    // the compiler makes a vector of.
+    constexpr int32_t kInfBits = 0x7f800000;
+    int32_t highest = 0;
     for (int j = lo; j < hi; ++j) {
-        const float b = bound[j] < kInf ? bound[j] : kInf;
-        widest = b > widest ? b : widest;
+        int32_t bits;
+        std::memcpy(&bits, bound + j, sizeof bits);
+        bits &= 0x7fffffff;
+        highest = bits > highest ? bits : highest;
     }
-    for (int j = lo; !(widest < kInf) && j < hi; ++j) {
-        if (bound[j] < kInf) continue;
-        const int32_t position = int32_t(base + j);
-        float score[kScoreStride];
-        score_at(row, &position, 1, score);
-        value[j] = score[0];
-        ++row.rescored;
+    float widest = 0.0f;
+    if (highest < kInfBits) {
+        std::memcpy(&widest, &highest, sizeof widest);
+    } else {
+        for (int j = lo; j < hi; ++j) {
+            if (bound[j] < kInf) {
+                widest = std::max(widest, bound[j]);
+                continue;
+            }
+            const int32_t position = int32_t(base + j);
+            float score[kScoreStride];
+            score_at(row, &position, 1, score);
+            value[j] = score[0];
+            ++row.rescored;
+        }
     }
-    if (widest < kInf) row.slack = std::max(row.slack, widest);
+    row.slack = std::max(row.slack, widest);
     plan_.paged_.mass(value + lo, hi - lo, &row.scored.m, &row.scored.l);
     const float limit = least_score(row) - kMargin;
     int32_t stay[kSpan];
