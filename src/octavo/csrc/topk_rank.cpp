@@ -124,6 +124,7 @@ void TopkTile::take_ranked(int r, const ScanQuery& query, int64_t first_ranked, 
         }
         scan_some(r, 1, &query, start_.data() + i, std::min(kRecords, count - i), ask);
     }
+    ask_for_candidates(row);
     take_keys(row, std::max(before, std::min(end_ranked * kRecordKeys, row.position + 1)), row.position + 1);
     contest(row);
     row.looked_everywhere = count == end_ranked - first_ranked;

@@ -23,18 +23,20 @@ std::vector<ScanQuery> TopkTile::scan_queries() {
     return queries;
 }
 
-// Whole records behind every row's query and recent keys have been scanned; the keys after them are scored.
+// Whole records behind every row's query and recent keys have been scanned; the keys after them are scored. Meanwhile the
+// memory of the candidates' keys comes.
 void TopkTile::scan_all() {
     const int rows = item_->rows;
     int64_t last = 0;
     for (int r = 0; r < rows; ++r) {
-        last = std::max(last, rows_[size_t(r)].position);
-        for (int64_t i = 0; i < item_->parts; ++i)
-            take_found(rows_[size_t(r)], part(i).found[size_t(item_->part_row + r)]);
+        Row& row = rows_[size_t(r)];
+        last = std::max(last, row.position);
+        for (int64_t i = 0; i < item_->parts; ++i) take_found(row, part(i).found[size_t(item_->part_row + r)]);
+        ask_for_candidates(row);
     }
-    for (int64_t base = item_->scan_end; base <= last; base += kPanel) {
-        const int count = int(std::min<int64_t>(kPanel, last + 1 - base));
-        score_panel(base, count);
+    for (int64_t base = item_->scan_end; base <= last; base += kSpan) {
+        const int count = int(std::min<int64_t>(kSpan, last + 1 - base));
+        for (int at = 0; at < count; at += kPanel) score_panel(base + at, std::min(kPanel, count - at), scores_ + at);
         for (int r = 0; r < rows; ++r) {
             Row& row = rows_[size_t(r)];
             const int lo = int(std::clamp<int64_t>(row.first - base, 0, count));
@@ -45,9 +47,15 @@ void TopkTile::scan_all() {
     for (int r = 0; r < rows; ++r) contest(rows_[size_t(r)]);
 }
 
+void TopkTile::ask_for_candidates(Row& row) {
+    tighten(row);
+    ask_for_keys(row, row.candidate, row.num_candidates);
+    row.asked = true;
+}
+
 // The scores of the keys base + [0, count) of one record, of every row. Their values are asked for: most of them are
 // recent.
-void TopkTile::score_panel(int64_t base, int count) {
+void TopkTile::score_panel(int64_t base, int count, float* scores) {
     int32_t position[kPanel];
     for (int i = 0; i < count; ++i) position[i] = int32_t(base + i);
     int64_t compact = 0;
@@ -55,7 +63,7 @@ void TopkTile::score_panel(int64_t base, int count) {
     if (base < compact) {
         for (int r = 0; r < item_->rows; ++r) {
             ask_for_values(rows_[size_t(r)], position, count);
-            score_at(rows_[size_t(r)], position, count, scores_ + int64_t(r) * kScoreStride);
+            score_at(rows_[size_t(r)], position, count, scores + int64_t(r) * kScoreStride);
         }
         return;
     }
@@ -64,7 +72,7 @@ void TopkTile::score_panel(int64_t base, int count) {
     for (int i = 0; i < count; ++i) key[i] = at(key_, base + i);
     ask_for_values(rows_[0], position, count);
     plan_.paged_.gather({item_->rows, count, shape.head_dim, shape.half, args_->layer.scale, queries_.data(), key, k_panel_,
-                         scores_});
+                         scores});
     item_->bytes += int64_t(count) * shape.head_dim * (shape.half ? 2 : 4);
 }
 
@@ -216,7 +224,8 @@ void TopkTile::tighten(Row& row) {
 // Candidates get their scores, sixteen at a time, and compete for the places.
 void TopkTile::rescore(Row& row) {
     const bool few = row.num_candidates <= 2 * row.best.places;
-    ask_for_keys(row, row.candidate, row.num_candidates);
+    if (!row.asked) ask_for_keys(row, row.candidate, row.num_candidates);
+    row.asked = false;
     for (int first = 0; first < row.num_candidates; first += kPanel) {
         const int n = std::min(kPanel, row.num_candidates - first);
         int32_t position[kPanel];

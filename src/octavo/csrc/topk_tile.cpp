@@ -113,6 +113,7 @@ void TopkTile::start() {
         row.settled = false;
         row.scored = row.kept = {-kInf, 0.0f};
         row.num_candidates = 0;
+        row.asked = false;
         row.limit = row.top = -kInf;
         row.dropped = 0.0f;
         row.rescored = 0;

@@ -41,6 +41,7 @@ private:
         // While its keys are scanned.
         ScanQuery query;
         int num_candidates;
+        bool asked;             // for the memory of their keys
         int32_t* candidate;     // positions, in order
         float* value;
         float* bound;           // 0: `value` is the score
@@ -64,7 +65,8 @@ private:
     void scan_all();
     void scan_some(int row0, int rows, const ScanQuery* queries, const int32_t* start, int count,
                    const uint8_t* const* ask);
-    void score_panel(int64_t base, int count);
+    void score_panel(int64_t base, int count, float* scores);
+    void ask_for_candidates(Row& row);
     void take_open(Row& row, const float* scores, int64_t base, int lo, int hi);
     void contest(Row& row);
     void limit_candidates(Row& row);
