@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 from octavo.bench.machine import machine, versions
-from octavo.bench.topk_policies import BANDS, DENSE, MODES, Lab, Policy, policies
+from octavo.bench.topk_policies import BANDS, DENSE, HISTORIES, MODES, Lab, Policy, policies
 from octavo.engine.engine import Engine
 from octavo.request import AttnTopkReport, SamplingParams
 
@@ -266,7 +266,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 #: A line of each mode; dashed where layers are dense.
-COLORS = {mode: f"C{i}" for i, mode in enumerate([*MODES, *BANDS])}
+COLORS = {mode: f"C{i}" for i, mode in enumerate([*MODES, *BANDS, *HISTORIES])}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -124,7 +124,7 @@ bool AttentionPlan::keep_partials(Job* job) {
 int64_t AttentionPlan::heads_together(int64_t job) {
     const Job& first = jobs_[size_t(job)];
     const int64_t heads = shape_.num_kv_heads, rows = heads * group_;
-    const bool fits = group_ <= kMicroRows && heads <= kMaxMicroTiles && rows <= kTileRows;
+    const bool fits = heads > 1 && group_ <= kMicroRows && heads <= kMaxMicroTiles && rows <= kTileRows;
     if (!fits || first.kv_head != 0 || batch_.seqs[size_t(first.seq)].q_len != 1 || batch_.history_window > 0) return 1;
     // Every thread needs something to do.
     if (work_ < rows * pool_.num_threads() * kSpansEach) return 1;

@@ -162,7 +162,8 @@ void TopkPlan::cut(const Item& item, int64_t window, int64_t scans) {
     if (begin < end) {
         const int64_t pieces = std::clamp<int64_t>((end - begin) / kPartRecords, 1, wanted);
         // Of whole spans, so that a scan's pieces stay in step with them.
-        const int64_t unit = rank ? 1 : kSpan / kRecordKeys, step = ((end - begin) / pieces + unit) / unit * unit;
+        const int64_t unit = rank ? 1 : kSpan / kRecordKeys, share = (end - begin + pieces - 1) / pieces,
+                      step = (share + unit - 1) / unit * unit;
         for (int64_t from = begin; from < end; from += step)
             for (int64_t h = 0; h < heads; ++h) {
                 parts_.push_back({item, from, std::min(from + step, end), {}, {}});
